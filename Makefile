@@ -1,0 +1,47 @@
+# Every target sets up what it needs. `make demo` and `make test` are the two commands to know.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INPUTS := pyproject.toml setup.py constraints.txt $(wildcard src/mdn/ops/cpu/csrc/*)
+BENCH_OUT ?= benchmarks/results
+
+.PHONY: setup setup-dev demo test test-slow bench figures lint format clean
+
+setup: $(VENV)/.installed
+setup-dev: $(VENV)/.installed-dev
+
+# torch goes first and alone, so that its CPU build is taken where it is offered.
+$(VENV)/.installed: $(INPUTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[train]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/mdn demo
+
+test: setup-dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+
+test-slow: setup-dev
+	$(BIN)/python -m pytest -m slow
+
+bench: setup-dev
+	$(BIN)/mdn bench op --json $(BENCH_OUT)/op.json --plot $(BENCH_OUT)/op.png
+
+lint: setup-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info src/mdn/ops/cpu/*.so .pytest_cache .mypy_cache .ruff_cache

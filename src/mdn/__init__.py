@@ -1,0 +1,6 @@
+"""Momentum DeltaNet: the stepwise momentum delta rule, its layer and its language model.
+
+``import mdn`` is light (torch only). ``mdn.models`` brings in transformers.
+"""
+
+__version__ = "0.1.0"
