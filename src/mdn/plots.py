@@ -1,0 +1,102 @@
+"""One look for every figure, and one way to save it: PNG and SVG, with the command that made it written below.
+
+fig, axis = figure(title="...", x="step", y="loss")
+save_figure(fig, "runs/demo/loss.png", command="mdn train recipes/demo.yaml")
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # figures are files here; no display is needed or looked for
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Distinguishable with the common colour-vision deficiencies (Okabe and Ito's palette, darkest first).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B8A800", "#7A5195", "#8C564B")
+
+# A mixer has the same colour in every figure.
+MIXER_COLOURS = {
+    "momentum_deltanet": COLOURS[1],
+    "gated_deltanet": COLOURS[0],
+    "comba": COLOURS[2],
+    "kda": COLOURS[3],
+    "mamba2": COLOURS[4],
+    "attention": COLOURS[6],
+    "deltanet": COLOURS[5],
+    "gla": COLOURS[7],
+    "linear_attention": COLOURS[9],
+    "rwkv7": COLOURS[8],
+}
+
+STYLE: Any = {
+    "figure.figsize": (6.4, 4.0),
+    "figure.dpi": 100,
+    "savefig.dpi": 160,
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.prop_cycle": plt.cycler(color=COLOURS),
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text: searchable and small
+    "svg.hashsalt": "mdn",  # the same figure gives the same file
+}
+
+
+def figure(
+    title: str = "",
+    x: str = "",
+    y: str = "",
+    *,
+    rows: int = 1,
+    columns: int = 1,
+    size: tuple[float, float] | None = None,
+) -> tuple[Figure, Any]:
+    """A figure in the house style: one axis, or an array `[rows, columns]` of them when more than one is asked for."""
+    with plt.rc_context(STYLE):
+        fig, axes = plt.subplots(rows, columns, figsize=size or STYLE["figure.figsize"], layout="constrained")
+    if isinstance(axes, Axes):
+        axes.set(title=title, xlabel=x, ylabel=y)
+    else:
+        fig.suptitle(title, fontweight="bold")
+        for axis in axes.flat:
+            axis.set(xlabel=x, ylabel=y)
+    return fig, axes
+
+
+def command_line() -> str:
+    """The command of this process, as a user would type it."""
+    name = Path(sys.argv[0]).name or "python"
+    return shlex.join([name, *sys.argv[1:]])
+
+
+def save_figure(fig: Figure, path: str | Path, command: str | None = None) -> list[Path]:
+    """Write `path` as PNG and SVG (whatever suffix it has), with the command as a footer and as metadata."""
+    command = command or command_line()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shown = command if len(command) <= 110 else command[:107] + "..."
+    # supxlabel takes part in the constrained layout, so the footer never covers an axis label.
+    fig.supxlabel(shown, fontsize=6, color="#888888", x=0.01, ha="left", family="monospace")
+    written = []
+    with plt.rc_context(STYLE):
+        for suffix, metadata in ((".png", {"Description": command}), (".svg", {"Description": command, "Date": None})):
+            target = path.with_suffix(suffix)
+            fig.savefig(target, metadata=metadata)
+            written.append(target)
+    plt.close(fig)
+    return written
