@@ -55,6 +55,7 @@ STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: searchable and small
     "svg.hashsalt": "mdn",  # the same figure gives the same file
 }
+plt.rcParams.update(STYLE)
 
 
 def figure(
@@ -67,8 +68,7 @@ def figure(
     size: tuple[float, float] | None = None,
 ) -> tuple[Figure, Any]:
     """A figure in the house style: one axis, or an array `[rows, columns]` of them when more than one is asked for."""
-    with plt.rc_context(STYLE):
-        fig, axes = plt.subplots(rows, columns, figsize=size or STYLE["figure.figsize"], layout="constrained")
+    fig, axes = plt.subplots(rows, columns, figsize=size or STYLE["figure.figsize"], layout="constrained")
     if isinstance(axes, Axes):
         axes.set(title=title, xlabel=x, ylabel=y)
     else:
@@ -93,10 +93,9 @@ def save_figure(fig: Figure, path: str | Path, command: str | None = None) -> li
     # supxlabel takes part in the constrained layout, so the footer never covers an axis label.
     fig.supxlabel(shown, fontsize=6, color="#888888", x=0.01, ha="left", family="monospace")
     written = []
-    with plt.rc_context(STYLE):
-        for suffix, metadata in ((".png", {"Description": command}), (".svg", {"Description": command, "Date": None})):
-            target = path.with_suffix(suffix)
-            fig.savefig(target, metadata=metadata)
-            written.append(target)
+    for suffix, metadata in ((".png", {"Description": command}), (".svg", {"Description": command, "Date": None})):
+        target = path.with_suffix(suffix)
+        fig.savefig(target, metadata=metadata)
+        written.append(target)
     plt.close(fig)
     return written
