@@ -1,0 +1,21 @@
+"""The rules as functions on tensors ``[B, T, H, D]``. Light to import: torch only."""
+
+from mdn.ops.backends import explain_backend
+from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.momentum_delta_rule import (
+    blockwise_momentum_delta_rule,
+    chunk_momentum_delta_rule,
+    fused_recurrent_momentum_delta_rule,
+    momentum_delta_step,
+    recurrent_momentum_delta_rule,
+)
+
+__all__ = [
+    "SequenceBoundaries",
+    "blockwise_momentum_delta_rule",
+    "chunk_momentum_delta_rule",
+    "explain_backend",
+    "fused_recurrent_momentum_delta_rule",
+    "momentum_delta_step",
+    "recurrent_momentum_delta_rule",
+]

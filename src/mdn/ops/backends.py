@@ -1,0 +1,91 @@
+"""Which implementation runs: `auto` chooses, a name is an order.
+
+| backend | what | where |
+|---|---|---|
+| torch | chunkwise form in torch with a hand-written backward | everywhere |
+| cpu | native C++ kernel | float32 and bfloat16 CPU tensors |
+| triton | Triton kernels | CUDA and ROCm tensors |
+| fla | flash-linear-attention's kernels, first-order rules only | CUDA tensors |
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("auto", "torch", "cpu", "triton", "fla")
+MOMENTUM_BACKENDS = ("torch", "cpu", "triton")
+
+_MODULES = {
+    "torch": "mdn.ops.momentum_delta_rule.torch_backend",
+    "cpu": "mdn.ops.cpu",
+    "triton": "mdn.ops.triton",
+}
+
+
+def backend_module(name: str) -> ModuleType:
+    return importlib.import_module(_MODULES[name])
+
+
+def check_backend_name(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+def why_not(backend: str, tensor: Tensor) -> str | None:
+    """The reason why ``backend`` cannot run the momentum delta rule on this tensor, or None if it can."""
+    if backend == "torch" or tensor.device.type == "meta":
+        return None
+    if backend == "cpu":
+        if tensor.device.type != "cpu":
+            return f"the native kernel runs on CPU tensors, this one is on {tensor.device}"
+        if tensor.dtype not in (torch.float32, torch.bfloat16):
+            return f"the native kernel takes float32 and bfloat16, this tensor is {tensor.dtype}"
+        return backend_module("cpu").why_unavailable()
+    if backend == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed (pip install 'momentum-deltanet[triton]')"
+        return backend_module("triton").why_unavailable(tensor.device)
+    if backend == "fla":
+        return "FLA's kernels serve the first-order rules, not the momentum delta rule"
+    raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+def automatic_choice(tensor: Tensor) -> tuple[str, str]:
+    """What `auto` takes for this tensor, and why."""
+    if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
+        reason = why_not("cpu", tensor)
+        if reason is None:
+            return "cpu", "float32 CPU tensor and the native kernel is built"
+        return "torch", f"the native kernel is not there: {reason}"
+    if tensor.device.type == "cuda":
+        reason = why_not("triton", tensor)
+        if reason is None:
+            return "triton", "GPU tensor and Triton is usable"
+        return "torch", f"Triton cannot be used: {reason}"
+    return "torch", f"{tensor.dtype} on {tensor.device.type}: the torch form is the only one made for it"
+
+
+def resolve(backend: str, tensor: Tensor) -> str:
+    """The backend to run. Raises with the reason when one was asked for by name and cannot run."""
+    check_backend_name(backend)
+    if backend == "auto":
+        return automatic_choice(tensor)[0]
+    reason = why_not(backend, tensor)
+    if reason is not None:
+        raise ValueError(f"backend={backend!r} cannot be used here: {reason}")
+    return backend
+
+
+def explain_backend(tensor: Tensor, backend: str = "auto") -> str:
+    """One line: what would run for this tensor, and why."""
+    check_backend_name(backend)
+    if backend == "auto":
+        name, reason = automatic_choice(tensor)
+        return f"auto -> {name}: {reason}"
+    reason = why_not(backend, tensor)
+    return f"{backend}: usable" if reason is None else f"{backend}: not usable, {reason}"

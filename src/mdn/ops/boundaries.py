@@ -1,0 +1,162 @@
+"""Where packed sequences begin and end: one small object shared by ops, convolutions and attention.
+
+A pack lays N sequences end to end on the time axis of one row: ``[1, total, ...]``. Because every consumer reads the
+same object, an op and a convolution can never disagree about a boundary. Sequences may have zero or one token.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class SequenceBoundaries:
+    """Boundaries of N sequences packed into one row of ``total`` tokens.
+
+    Build it with one of the ``from_*`` constructors. ``offsets`` are host integers, ``cu_seqlens`` the same numbers as an
+    int64 tensor ``[N + 1]`` on the device. When it came from an attention mask, ``unpad`` and ``pad`` move tensors
+    between the padded ``[B, T, ...]`` and the packed ``[1, total, ...]`` layout.
+    """
+
+    def __init__(
+        self, cu_seqlens: Tensor, offsets: tuple[int, ...], padded: tuple[tuple[int, int], Tensor] | None = None
+    ):
+        self.cu_seqlens = cu_seqlens
+        self.offsets = offsets
+        self._padded = padded
+        self._chunk_indices: dict[int, Tensor] = {}
+
+    # ---------------------------------------------------------------- constructors
+
+    @classmethod
+    def from_cu_seqlens(
+        cls, cu_seqlens: Tensor | SequenceBoundaries, total: int | None = None, name: str = "cu_seqlens"
+    ) -> SequenceBoundaries:
+        """From cumulative lengths ``[0, l1, l1 + l2, ..., total]``; repeated values are empty sequences."""
+        if isinstance(cu_seqlens, SequenceBoundaries):
+            found = cu_seqlens
+        else:
+            found = _remembered(cu_seqlens) or cls._from_new_tensor(cu_seqlens, name)
+        if total is not None and found.total != total:
+            raise ValueError(f"{name} must cover all {total} tokens of the packed row, but it ends at {found.total}")
+        return found
+
+    @classmethod
+    def _from_new_tensor(cls, cu_seqlens: Tensor, name: str) -> SequenceBoundaries:
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+            raise ValueError(f"{name} must have shape [N + 1] with N >= 1, got {list(cu_seqlens.shape)}")
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
+        offsets = tuple(cu_seqlens.tolist())
+        if offsets[0] != 0:
+            raise ValueError(f"{name} must start at 0, got {offsets[0]}")
+        for i, (start, end) in enumerate(zip(offsets, offsets[1:])):
+            if end < start:
+                raise ValueError(f"{name} must be sorted, but entry {i + 1} is {end} after {start}")
+        found = cls(cu_seqlens.to(torch.int64), offsets)
+        _remember(cu_seqlens, found)
+        return found
+
+    @classmethod
+    def from_lengths(cls, lengths: list[int] | tuple[int, ...], device: torch.device | str = "cpu") -> SequenceBoundaries:
+        offsets = [0]
+        for length in lengths:
+            offsets.append(offsets[-1] + int(length))
+        return cls(torch.tensor(offsets, dtype=torch.int64, device=device), tuple(offsets))
+
+    @classmethod
+    def from_attention_mask(cls, mask: Tensor) -> SequenceBoundaries:
+        """From a ``[B, T]`` mask of zeros and ones; row b becomes sequence b, wherever its ones are."""
+        if mask.dim() != 2:
+            raise ValueError(f"attention_mask must have shape [B, T], got {list(mask.shape)}")
+        mask = mask.bool()
+        lengths = mask.sum(-1).tolist()
+        bare = cls.from_lengths(lengths, mask.device)
+        kept = mask.reshape(-1).nonzero().squeeze(-1)
+        return cls(bare.cu_seqlens, bare.offsets, ((mask.shape[0], mask.shape[1]), kept))
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Tensor) -> SequenceBoundaries:
+        """From positions ``[1, T]`` (or ``[T]``): a position that does not grow by one begins a new sequence."""
+        flat = position_ids.reshape(-1)
+        if position_ids.dim() > 1 and position_ids.shape[0] != 1:
+            raise ValueError(f"position_ids of a pack must have shape [1, T], got {list(position_ids.shape)}")
+        starts = (flat[1:] != flat[:-1] + 1).nonzero().squeeze(-1) + 1
+        edges = starts.new_tensor([0]), starts, starts.new_tensor([flat.numel()])
+        cu_seqlens = torch.cat(edges)
+        return cls(cu_seqlens, tuple(cu_seqlens.tolist()))
+
+    # ---------------------------------------------------------------- facts
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def total(self) -> int:
+        return self.offsets[-1]
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(end - start for start, end in zip(self.offsets, self.offsets[1:]))
+
+    @cached_property
+    def max_length(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def sequence_ids(self) -> Tensor:
+        """int64 ``[total]``: the sequence that each token belongs to."""
+        device = self.cu_seqlens.device
+        lengths = torch.tensor(self.lengths, device=device)
+        return torch.repeat_interleave(torch.arange(self.num_sequences, device=device), lengths)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 ``[total]``: each token's position inside its sequence, from 0."""
+        return torch.arange(self.total, device=self.cu_seqlens.device) - self.cu_seqlens[self.sequence_ids]
+
+    def chunk_indices(self, chunk_size: int) -> Tensor:
+        """int64 ``[num_chunks, 2]``: (sequence, chunk inside it), in order; computed once per chunk size."""
+        if chunk_size not in self._chunk_indices:
+            pairs = [(n, c) for n, length in enumerate(self.lengths) for c in range(-(-length // chunk_size))]
+            table = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+            self._chunk_indices[chunk_size] = table.to(self.cu_seqlens.device, non_blocking=True)
+        return self._chunk_indices[chunk_size]
+
+    # ---------------------------------------------------------------- layout
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """``[B, T, ...]`` to ``[1, total, ...]``: keeps only the tokens whose mask is one."""
+        (batch, time), kept = self._padding()
+        if x.shape[:2] != (batch, time):
+            raise ValueError(f"x must begin with [{batch}, {time}] as the attention mask does, got {list(x.shape)}")
+        return x.reshape(batch * time, *x.shape[2:]).index_select(0, kept).unsqueeze(0)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """``[1, total, ...]`` back to ``[B, T, ...]``, with zeros where the mask is zero."""
+        (batch, time), kept = self._padding()
+        padded = x.new_zeros(batch * time, *x.shape[2:]).index_copy(0, kept, x[0])
+        return padded.reshape(batch, time, *x.shape[2:])
+
+    def _padding(self) -> tuple[tuple[int, int], Tensor]:
+        if self._padded is None:
+            raise ValueError("unpad and pad need boundaries that were made from an attention mask")
+        return self._padded
+
+
+# The same cu_seqlens tensor passes through every layer of a model (and through torch.compile as a plain tensor), so
+# its boundaries are kept beside it: one host copy per batch instead of one per layer.
+def _remember(cu_seqlens: Tensor, found: SequenceBoundaries) -> None:
+    if not cu_seqlens.is_inference():
+        cu_seqlens._mdn_boundaries = (cu_seqlens._version, found)  # type: ignore[attr-defined]
+
+
+def _remembered(cu_seqlens: Tensor) -> SequenceBoundaries | None:
+    """The boundaries found earlier for this very tensor, unless it was written to since (inference tensors cannot say)."""
+    if cu_seqlens.is_inference():
+        return None
+    version, found = getattr(cu_seqlens, "_mdn_boundaries", (None, None))
+    return found if version == cu_seqlens._version else None

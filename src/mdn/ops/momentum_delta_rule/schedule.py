@@ -1,0 +1,105 @@
+"""The order in which chunks are computed, and where their tokens lie.
+
+A dense batch and a pack are the same thing here: a list of sequences, each cut into chunks of C tokens. Chunks of one
+sequence follow each other; chunks of different sequences are independent. So the r-th chunks of all sequences form a
+*round* that is computed as one batch, and the chunk-local work of several rounds (a *group*) is done at once. Groups are
+kept small enough for the caches: larger batches of products are slower on a CPU.
+
+Sequences are sorted by length, so that each round is a prefix of the previous one and nothing is computed twice or padded
+beyond whole chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mdn.ops.boundaries import SequenceBoundaries
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rounds computed together. ``rows`` holds, per chunk, its tokens as rows of the flattened input."""
+
+    tokens: Tensor
+    """int64 [chunks, C]: row of each token in a [B * T, ...] tensor; padding points at row 0"""
+    padding: Tensor | None
+    """bool [chunks, C]: True where the chunk has no token; None when all chunks are full"""
+    rounds: tuple[tuple[int, int], ...]
+    """(first chunk, end) of each round in this group; round r covers the first ``end - first`` sequences of the slab"""
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Sequences advanced together (``sequences`` indexes the states), and their groups in order."""
+
+    sequences: tuple[int, ...]
+    groups: tuple[Group, ...]
+
+
+def choose_chunk_size(limit: int, longest: int, mean_length: float, key_dim: int) -> int:
+    """At most ``limit``; smaller where that is faster: narrow keys, or sequences that would be mostly padding."""
+    best_for_keys = 64 if key_dim >= 128 else 32
+    useful = max(16, 1 << (max(int(mean_length), 1) - 1).bit_length())
+    return max(1, min(limit, best_for_keys, useful, longest))
+
+
+def sequences_of(
+    batch: int, time: int, boundaries: SequenceBoundaries | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(first row, length) of every sequence in the flattened [B * T] tokens."""
+    if boundaries is None:
+        return tuple(range(0, batch * time, time)) if time else (0,) * batch, (time,) * batch
+    return boundaries.offsets[:-1], boundaries.lengths
+
+
+@lru_cache(maxsize=64)
+def make_schedule(
+    starts: tuple[int, ...], lengths: tuple[int, ...], chunk_size: int, heads: int, most: int, device: torch.device
+) -> tuple[Slab, ...]:
+    """Slabs of sequences and groups of rounds with at most about ``most`` (chunk, head) pairs each."""
+    order = sorted((n for n, length in enumerate(lengths) if length > 0), key=lambda n: -lengths[n])
+    per_slab = max(1, most // heads)
+    return tuple(
+        _make_slab(order[i : i + per_slab], starts, lengths, chunk_size, max(1, most // heads), device)
+        for i in range(0, len(order), per_slab)
+    )
+
+
+def _make_slab(
+    sequences: list[int], starts: tuple[int, ...], lengths: tuple[int, ...], chunk_size: int, most: int, device: torch.device
+) -> Slab:
+    counts = [-(-lengths[n] // chunk_size) for n in sequences]
+    groups = []
+    for first, end in _group_rounds(counts, most):
+        chunks, ends, rounds, position = [], [], [], 0
+        for r in range(first, end):
+            active = [n for n, count in zip(sequences, counts) if count > r]
+            chunks += [starts[n] + r * chunk_size for n in active]
+            ends += [starts[n] + lengths[n] for n in active]
+            rounds.append((position, position + len(active)))
+            position += len(active)
+        first_token = torch.tensor(chunks, device=device).unsqueeze(-1)
+        end_token = torch.tensor(ends, device=device).unsqueeze(-1)
+        tokens = first_token + torch.arange(chunk_size, device=device)
+        padding = tokens >= end_token
+        ragged = any(end - start < chunk_size for start, end in zip(chunks, ends))
+        groups.append(Group(tokens.masked_fill_(padding, 0), padding if ragged else None, tuple(rounds)))
+    return Slab(tuple(sequences), tuple(groups))
+
+
+def _group_rounds(counts: list[int], most: int) -> Iterator[tuple[int, int]]:
+    """Consecutive rounds whose chunks together number at most ``most`` (one round at least)."""
+    first, size, active = 0, 0, len(counts)
+    for r in range(counts[0]):
+        while counts[active - 1] <= r:
+            active -= 1
+        if size and size + active > most:
+            yield first, r
+            first, size = r, 0
+        size += active
+    yield first, counts[0]
