@@ -1,0 +1,5 @@
+import sys
+
+from mdn.cli import main
+
+sys.exit(main())
