@@ -1,0 +1,204 @@
+"""Where documents come from: the Python standard library, local files, or a dataset on the Hub.
+
+A corpus gives its documents in a fixed order (`documents(start)`), a fingerprint of its content, and its size where
+known. A document is a string; empty ones are passed on, so that `start` counts what the source counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from mdn.training.files import write_atomically
+from mdn.training.schema import DataSettings
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+
+# Tests are left out because they repeat one another, `encodings` because it is generated tables.
+_STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
+
+
+class Corpus(Protocol):
+    """What the token cache needs to know about a body of text."""
+
+    name: str
+    total_bytes: int | None
+
+    def fingerprint(self) -> str: ...
+
+    def documents(self, start: int = 0) -> Iterator[str]: ...
+
+
+class FileCorpus:
+    """Documents of local files: a .txt (or .py) file is one document, a .jsonl line or .parquet row another."""
+
+    def __init__(self, name: str, files: list[Path], text_field: str, cache_dir: Path) -> None:
+        self.name = name
+        self.files = files
+        self.text_field = text_field
+        self.cache_dir = cache_dir
+        self.total_bytes: int | None = sum(path.stat().st_size for path in files)
+
+    def fingerprint(self) -> str:
+        """A hash of the contents in order, not of names or places: a moved corpus keeps its cache."""
+        digest = hashlib.sha256(self.text_field.encode())
+        memory = _HashMemory(self.cache_dir / "file-hashes.json")
+        for path in self.files:
+            digest.update(f"{path.suffix}:{memory.hash_of(path)};".encode())
+        memory.save()
+        return digest.hexdigest()
+
+    def documents(self, start: int = 0) -> Iterator[str]:
+        yield from islice((text for path in self.files for text in self._texts(path)), start, None)
+
+    def _texts(self, path: Path) -> Iterator[str]:
+        if path.suffix == ".jsonl":
+            yield from self._lines(path)
+        elif path.suffix == ".parquet":
+            yield from self._rows(path)
+        else:
+            yield path.read_text(encoding="utf-8", errors="replace")
+
+    def _lines(self, path: Path) -> Iterator[str]:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield _text_of(json.loads(line), self.text_field)
+                except (json.JSONDecodeError, KeyError, TypeError) as error:
+                    raise ValueError(
+                        f"{path}, line {number}: expected a JSON object with a text field {self.text_field!r} "
+                        f"(data.text_field); {type(error).__name__}: {error}"
+                    ) from None
+
+    def _rows(self, path: Path) -> Iterator[str]:
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.ParquetFile(path)
+        if self.text_field not in table.schema_arrow.names:
+            raise ValueError(
+                f"{path} has no column {self.text_field!r} (data.text_field), only {table.schema_arrow.names}"
+            )
+        for batch in table.iter_batches(columns=[self.text_field], batch_size=1024):
+            yield from (text or "" for text in batch.column(0).to_pylist())
+
+
+class HubCorpus:
+    """Documents of a Hub dataset, as a stream or downloaded first."""
+
+    def __init__(self, settings: DataSettings, cache_dir: Path) -> None:
+        assert settings.dataset is not None
+        self.settings = settings
+        self.name = settings.dataset
+        self.total_bytes: int | None = settings.max_bytes
+        self.memory = cache_dir / "hub-revisions.json"
+
+    def fingerprint(self) -> str:
+        """The commit of the dataset stands for its content; the last one seen is used when the Hub is out of reach."""
+        s = self.settings
+        return hashlib.sha256(repr((s.dataset, s.subset, s.split, self._commit(), s.text_field)).encode()).hexdigest()
+
+    def _commit(self) -> str:
+        known = json.loads(self.memory.read_text()) if self.memory.is_file() else {}
+        key = f"{self.settings.dataset}@{self.settings.revision or 'main'}"
+        try:
+            from huggingface_hub import HfApi
+
+            commit = HfApi().dataset_info(self.name, revision=self.settings.revision, timeout=20).sha
+        except Exception as error:
+            if key not in known:
+                raise ValueError(
+                    f"data.dataset {self.name!r} is not in the cache and the Hub cannot be reached "
+                    f"({type(error).__name__})"
+                ) from None
+            return known[key]
+        write_atomically(self.memory, json.dumps({**known, key: commit}).encode())
+        return str(commit)
+
+    def documents(self, start: int = 0) -> Iterator[str]:
+        try:
+            from datasets import load_dataset
+        except ImportError:
+            raise ValueError(
+                "data.source=hub needs the package `datasets`: pip install 'momentum-deltanet[hub]'"
+            ) from None
+        s = self.settings
+        rows: Any = load_dataset(self.name, s.subset, split=s.split, streaming=s.streaming, revision=self._commit())
+        if start:
+            rows = rows.skip(start)
+        for row in rows:
+            yield _text_of(row, s.text_field)
+
+
+class _HashMemory:
+    """Hashes of files by (path, size, modification time), so that a large corpus is not read at every start."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.known: dict[str, str] = json.loads(path.read_text())
+        except (OSError, ValueError):
+            self.known = {}
+        self.changed = False
+
+    def hash_of(self, path: Path) -> str:
+        status = path.stat()
+        key = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}"
+        if key not in self.known:
+            with path.open("rb") as file:
+                self.known[key] = hashlib.file_digest(file, "sha256").hexdigest()
+            self.changed = True
+        return self.known[key]
+
+    def save(self) -> None:
+        if self.changed:
+            write_atomically(self.path, json.dumps(self.known).encode())
+
+
+def _text_of(row: Any, field: str) -> str:
+    text = row[field]
+    if not isinstance(text, str):
+        raise TypeError(f"field {field!r} holds {type(text).__name__}, not text")
+    return text
+
+
+def standard_library_files() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [p for p in root.rglob("*.py") if not _STDLIB_LEFT_OUT.intersection(p.relative_to(root).parts[:-1])]
+    if not files:
+        raise ValueError(f"data.source=stdlib: no Python sources in {root}; use data.source=files")
+    return sorted(files)
+
+
+def local_files(paths: tuple[str, ...]) -> list[Path]:
+    """The readable files behind files and folders, folders in sorted order."""
+    found: list[Path] = []
+    for given in paths:
+        path = Path(given).expanduser()
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+            if not inside:
+                raise ValueError(f"data.paths: folder {given!r} has no {', '.join(SUFFIXES)} files")
+            found += inside
+        elif not path.is_file():
+            raise ValueError(f"data.paths: no such file or folder: {given!r}")
+        elif path.suffix not in SUFFIXES:
+            raise ValueError(f"data.paths: {given!r} is not one of {', '.join(SUFFIXES)}")
+        else:
+            found.append(path)
+    return found
+
+
+def open_corpus(settings: DataSettings, cache_dir: Path) -> Corpus:
+    if settings.source == "hub":
+        return HubCorpus(settings, cache_dir)
+    if settings.source == "stdlib":
+        return FileCorpus("the Python standard library", standard_library_files(), settings.text_field, cache_dir)
+    files = local_files(settings.paths)
+    return FileCorpus(", ".join(settings.paths), files, settings.text_field, cache_dir)

@@ -1,0 +1,269 @@
+"""Tokenise once: a memory-mapped cache of token ids, keyed by the corpus' content and the tokenizer.
+
+    <cache>/<key>/shard-00000.bin   ids of consecutive documents, each followed by the end-of-text id (uint16 or uint32)
+    <cache>/<key>/shard-00000.npy   one row per document: start, tokens, bytes, digest, held_out; written after the .bin
+    <cache>/<key>/index.json        written last: with it the cache is whole, without it preparation goes on
+
+A shard is whole when its .npy is there, so a killed preparation resumes after its last whole shard. Which documents are
+held out depends on their content alone, so that copies of one text cannot be on both sides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from mdn.training.corpus import Corpus
+from mdn.training.files import exclusive_lock, write_atomically
+from mdn.training.schema import DataSettings
+from mdn.training.tokenizer import Encoder
+
+DOCUMENT = np.dtype([("start", "<i8"), ("tokens", "<i8"), ("bytes", "<i8"), ("digest", "<u8"), ("held_out", "?")])
+FORMAT = 1
+SMALL_CORPUS = 4 << 20  # below this many bytes, starting worker processes takes longer than the work
+
+
+@dataclass(frozen=True)
+class Document:
+    text: str
+    held_out: bool
+    digest: int
+    size: int  # bytes of UTF-8
+
+
+def split_documents(corpus: Corpus, settings: DataSettings, start: int = 0) -> Iterator[Document]:
+    """The documents from number `start` on, with their side of the split; a corpus of one document is cut in two.
+
+    The first document is always held out, so that no corpus is without held-out text.
+    """
+    texts = corpus.documents()
+    first = next(texts, "")
+    second = next(texts, None)
+    if second is None:
+        yield from list(_cut(first, settings.held_out))[start:]
+        return
+    first_digest = _document(first, False).digest
+    threshold = int(settings.held_out * 2**64)
+    for text in corpus.documents(start):
+        document = _document(text, False)
+        held_out = document.digest < threshold or document.digest == first_digest
+        yield Document(text, held_out, document.digest, document.size)
+
+
+def _document(text: str, held_out: bool) -> Document:
+    raw = text.encode("utf-8", errors="replace")
+    return Document(text, held_out, int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little"), len(raw))
+
+
+def _cut(text: str, held_out: float) -> Iterator[Document]:
+    """The beginning for training and the end held out, cut after a line where there is one near."""
+    middle = int(len(text) * (1 - held_out))
+    line_end = text.find("\n", middle, middle + 2000)
+    middle = line_end + 1 if line_end >= 0 else middle
+    yield _document(text[:middle], False)
+    yield _document(text[middle:], True)
+
+
+def default_cache_dir(settings: DataSettings) -> Path:
+    given = settings.cache_dir or os.environ.get("MDN_CACHE") or "~/.cache/mdn"
+    return Path(given).expanduser()
+
+
+def corpus_key(corpus: Corpus, settings: DataSettings) -> str:
+    parts = (FORMAT, corpus.fingerprint(), settings.held_out, settings.max_bytes)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+
+
+def cache_key(corpus: str, tokenizer: Path) -> str:
+    """Of the corpus' key and the tokenizer's own files."""
+    digest = hashlib.sha256(corpus.encode())
+    for file in sorted(tokenizer.iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+class TokenCache:
+    """A whole cache, memory-mapped: `documents` (all, in order) and `read(document, begin, end)`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        index = json.loads((directory / "index.json").read_text())
+        self.end_id: int = index["end_id"]
+        self.vocab_size: int = index["vocab_size"]
+        tables = [np.load(directory / f"{name}.npy") for name in index["shards"]]
+        self.shards = [_map(directory / f"{name}.bin", np.dtype(index["dtype"])) for name in index["shards"]]
+        for name, table, shard in zip(index["shards"], tables, self.shards, strict=True):
+            if int((table["tokens"] + 1).sum()) != len(shard):
+                raise ValueError(f"token cache {directory}: {name}.bin does not fit its table; delete the directory")
+        self.documents = np.concatenate(tables)
+        self.shard_of = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+
+    def read(self, document: int, begin: int, end: int) -> np.ndarray:
+        """Ids `begin..end` of one document; its last id, at index `tokens`, is the end of text."""
+        start = int(self.documents["start"][document])
+        return self.shards[self.shard_of[document]][start + begin : start + end]
+
+
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+
+
+def prepare_tokens(
+    corpus: Corpus, settings: DataSettings, tokenizer: Path, cache_dir: Path, shard_bytes: int | None = None
+) -> TokenCache:
+    """The token cache of this corpus and tokenizer; made now if it is not whole yet, by one process at a time."""
+    directory = cache_dir / f"tokens-{cache_key(corpus_key(corpus, settings), tokenizer)}"
+    with exclusive_lock(cache_dir / f"{directory.name}.lock"):
+        if not (directory / "index.json").is_file():
+            directory.mkdir(parents=True, exist_ok=True)
+            _write_shards(corpus, settings, tokenizer, directory, shard_bytes or _shard_bytes(corpus))
+    return TokenCache(directory)
+
+
+def _shard_bytes(corpus: Corpus) -> int:
+    """Few enough files for a large corpus, enough shards to keep every worker busy on a small one."""
+    return (1 << 20) if corpus.total_bytes is not None and corpus.total_bytes < (256 << 20) else (64 << 20)
+
+
+def _write_shards(corpus: Corpus, settings: DataSettings, tokenizer: Path, directory: Path, shard_bytes: int) -> None:
+    names = _whole_shards(directory)
+    consumed = sum(json.loads((directory / f"{name}.json").read_text())["consumed"] for name in names)
+    total = min(filter(None, (corpus.total_bytes, settings.max_bytes)), default=None)
+    done = sum(int(np.load(directory / f"{name}.npy")["bytes"].sum()) for name in names)
+    encoder = Encoder(tokenizer)
+    with tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=f"tokenise {corpus.name}"[:40]) as progress:
+        batches = _batches(split_documents(corpus, settings, consumed), shard_bytes, settings.max_bytes, done)
+        for name, size in _encode_all(batches, len(names), tokenizer, directory, _workers(corpus, settings)):
+            names.append(name)
+            progress.update(size)
+    if not names:
+        raise ValueError(f"data: {corpus.name} holds no text")
+    index = {
+        "format": FORMAT,
+        "shards": names,
+        "dtype": encoder.dtype.str,
+        "end_id": encoder.end_id,
+        "vocab_size": encoder.vocab_size,
+        "corpus": corpus.name,
+    }
+    write_atomically(directory / "index.json", json.dumps(index, indent=1).encode())
+
+
+def _workers(corpus: Corpus, settings: DataSettings) -> int:
+    if corpus.total_bytes is not None and corpus.total_bytes < SMALL_CORPUS:
+        return 1
+    return settings.workers or min(len(os.sched_getaffinity(0)), 16)
+
+
+def _whole_shards(directory: Path) -> list[str]:
+    """Names of the unbroken run of whole shards from number 0 on."""
+    names: list[str] = []
+    while (directory / f"shard-{len(names):05d}.npy").is_file():
+        names.append(f"shard-{len(names):05d}")
+    return names
+
+
+def _batches(
+    documents: Iterator[Document], shard_bytes: int, max_bytes: int | None, done: int
+) -> Iterator[tuple[list[Document], int]]:
+    """Groups of consecutive documents, each with the number of source documents it stands for (empty ones count)."""
+    batch: list[Document] = []
+    size = consumed = 0
+    for document in documents:
+        if max_bytes is not None and done >= max_bytes:
+            break
+        consumed += 1
+        if document.size:
+            batch.append(document)
+            size += document.size
+            done += document.size
+        if size >= shard_bytes:
+            yield batch, consumed
+            batch, size, consumed = [], 0, 0
+    if batch:
+        yield batch, consumed
+
+
+def _encode_all(
+    batches: Iterator[tuple[list[Document], int]], first: int, tokenizer: Path, directory: Path, workers: int
+) -> Iterator[tuple[str, int]]:
+    """Encode and write every batch, in parallel but counted in order."""
+    numbered = ((f"shard-{first + i:05d}", batch, consumed) for i, (batch, consumed) in enumerate(batches))
+    if workers == 1:
+        _start_worker(tokenizer)
+        for name, batch, consumed in numbered:
+            yield name, _encode_shard(directory, name, batch, consumed)
+        return
+    spawn = get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_process, initargs=(tokenizer,))
+    with pool:
+        waiting: deque[tuple[str, Future[int]]] = deque()
+        try:
+            for name, batch, consumed in numbered:
+                waiting.append((name, pool.submit(_encode_shard, directory, name, batch, consumed)))
+                if len(waiting) > 2 * workers:  # bounds the text held in memory
+                    done, future = waiting.popleft()
+                    yield done, future.result()
+            for done, future in waiting:
+                yield done, future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_encoder: Encoder | None = None
+
+
+def _start_worker(tokenizer: Path) -> None:
+    global _encoder
+    _encoder = Encoder(tokenizer)
+
+
+def _start_process(tokenizer: Path) -> None:
+    """A worker leaves Ctrl-C to its parent and does not outlive it, even when the parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    _start_worker(tokenizer)
+
+
+def _encode_shard(directory: Path, name: str, batch: list[Document], consumed: int) -> int:
+    """Write one shard: ids, then how many source documents it consumed, then the table that makes it whole."""
+    assert _encoder is not None
+    end = np.array([_encoder.end_id], dtype=_encoder.dtype)
+    encoded = _encoder.encode([document.text for document in batch])
+    table = np.empty(len(batch), DOCUMENT)
+    table["tokens"] = [len(ids) for ids in encoded]
+    table["start"] = np.cumsum(table["tokens"] + 1) - (table["tokens"] + 1)
+    table["bytes"] = [document.size for document in batch]
+    table["digest"] = [document.digest for document in batch]
+    table["held_out"] = [document.held_out for document in batch]
+    write_atomically(
+        directory / f"{name}.bin", np.concatenate([part for ids in encoded for part in (ids, end)]).tobytes()
+    )
+    write_atomically(directory / f"{name}.json", json.dumps({"consumed": consumed}).encode())
+    buffer = io.BytesIO()
+    np.save(buffer, table)
+    write_atomically(directory / f"{name}.npy", buffer.getvalue())
+    return int(table["bytes"].sum())
