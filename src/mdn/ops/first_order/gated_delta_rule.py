@@ -1,0 +1,90 @@
+"""The gated delta rule, Comba with p = k: S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mdn.ops.boundaries import SequenceBoundaries
+
+from .backend import call_fla, choose_backend
+from .comba import chunk_comba, comba_step, recurrent_comba
+from .gates import log_decay_from, writing_strength
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs `[B, T, HV, V]`; g and beta are `[B, T, HV]`.
+
+    With `use_gate_in_kernel` g is raw and the decay -exp(A_log) softplus(g + dt_bias). With
+    `use_beta_sigmoid_in_kernel` beta is raw and goes through a sigmoid, doubled by `allow_neg_eigval`.
+    """
+    if use_gate_in_kernel:
+        g = log_decay_from(g, A_log, dt_bias)
+    strength = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    backend = choose_backend(q, backend)
+    options: dict[str, Any] = {
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens,
+    }
+    if backend == "fla":
+        function = "chunk_gated_delta_rule"
+        return call_fla("gated_delta_rule", function, q, k, v, g, strength, scale, **options)
+    return chunk_comba(q, k, v, None, g, strength, scale, **options, chunk_size=chunk_size, backend=backend)
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The definition, token by token."""
+    options = initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+    return recurrent_comba(q, k, v, None, g, beta, scale, *options)
+
+
+def gated_delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_indices: Tensor | None = None,
+) -> Tensor:
+    """One token, `[B, H, D]`, gates `[B, HV]`; `state` `[slots, HV, K, V]` is updated in place."""
+    options: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "state_indices": state_indices}
+    return comba_step(q, k, v, None, g, beta, state, scale=scale, **options)

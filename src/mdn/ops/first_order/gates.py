@@ -1,0 +1,36 @@
+"""Gates that FLA's functions can make from raw projections: log-decays and writing strengths."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def log_decay_from(
+    raw: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
+) -> Tensor:
+    """-exp(A_log) softplus(raw + dt_bias), or lower_bound sigmoid(exp(A_log) (raw + dt_bias)), in float32 or more.
+
+    raw is `[..., HV]` or `[..., HV, K]`; A_log has one value per head and dt_bias one per last dimension(s).
+    """
+    raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
+    vector = raw.dim() == 4
+    if A_log is None and lower_bound is None:
+        raise ValueError("A_log must be given with use_gate_in_kernel=True, unless lower_bound is")
+    if dt_bias is not None:
+        raw = raw + dt_bias.to(raw.dtype).reshape(raw.shape[2:])
+    rate = 1.0 if A_log is None else A_log.to(raw.dtype).exp().reshape(-1, *([1] * vector))
+    if lower_bound is not None:
+        return lower_bound * torch.sigmoid(rate * raw)
+    return -rate * F.softplus(raw)
+
+
+def writing_strength(beta: Tensor | None, sigmoid: bool, allow_neg_eigval: bool) -> Tensor | None:
+    """beta itself, or sigmoid(beta), or 2 sigmoid(beta)."""
+    if allow_neg_eigval and not sigmoid:
+        raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True")
+    if beta is None or not sigmoid:
+        return beta
+    beta = beta.to(torch.promote_types(beta.dtype, torch.float32)).sigmoid()
+    return 2 * beta if allow_neg_eigval else beta
