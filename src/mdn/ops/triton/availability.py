@@ -1,0 +1,75 @@
+"""Whether the Triton kernels can run here, and if not, the reason in one line. Imports no Triton."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+
+import torch
+
+CHUNK_SIZES = (16, 32, 64)
+MAX_KEY_DIM = 256
+MAX_VALUE_DIM = 512
+OLDEST_TRITON = (3, 7, 0)
+
+
+def interpreting() -> bool:
+    """True when Triton runs kernels in Python on CPU tensors (the variable must be set before Triton is imported)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def triton_version() -> tuple[int, int, int] | None:
+    """The installed version, or None. Read from metadata: importing Triton is slow and not wanted here."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    for distribution in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows"):
+        try:
+            found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", importlib.metadata.version(distribution))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if found:
+            return int(found[1]), int(found[2]), int(found[3] or 0)
+    return OLDEST_TRITON  # importable, but packaged under a name we do not know
+
+
+def why_unavailable(device: torch.device | str) -> str | None:
+    """None if the kernels run on tensors of this device, else the reason."""
+    device = torch.device(device)
+    version = triton_version()
+    if version is None:
+        return "Triton is not installed (pip install 'momentum-deltanet[triton]')"
+    if interpreting():
+        return None
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}; Triton kernels need a CUDA or ROCm GPU (or TRITON_INTERPRET=1)"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA or ROCm GPU"
+    return refused_version(version, None if torch.version.hip else torch.cuda.get_device_capability(device))
+
+
+def refused_version(version: tuple[int, int, int], capability: tuple[int, int] | None) -> str | None:
+    """Why this Triton version is refused on a GPU of this compute capability (None on ROCm)."""
+    text = ".".join(map(str, version))
+    if capability is not None and capability[0] == 9 and (3, 4, 0) <= version <= (3, 7, 0):
+        return f"Triton {text} is known to miscompile delta-rule kernels on Hopper (3.4 to 3.7.0); use 3.7.1 or newer"
+    if version < OLDEST_TRITON:
+        return f"Triton {text} is too old; these kernels need {'.'.join(map(str, OLDEST_TRITON))} or newer"
+    return None
+
+
+def why_unsupported(q: torch.Tensor, v: torch.Tensor, chunk_size: int) -> str | None:
+    """None if the kernels cover this call, else the reason. q is [..., K] and v is [..., V]."""
+    key_dim, value_dim = q.shape[-1], v.shape[-1]
+    if key_dim > MAX_KEY_DIM:
+        return f"the Triton kernels take K up to {MAX_KEY_DIM}, got K={key_dim}"
+    if value_dim > MAX_VALUE_DIM:
+        return f"the Triton kernels take V up to {MAX_VALUE_DIM}, got V={value_dim}"
+    if chunk_size not in CHUNK_SIZES:
+        return f"the Triton kernels take chunk_size {', '.join(map(str, CHUNK_SIZES))}, got chunk_size={chunk_size}"
+    if q.dtype == torch.float64 and not interpreting():
+        return "the Triton kernels take bfloat16, float16 or float32 on a GPU, got float64"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        return f"the Triton kernels take bfloat16, float16 or float32, got {q.dtype}"
+    return None

@@ -1,0 +1,223 @@
+"""Small device functions shared by the kernels: addressing, products, decay masks and the triangular inverse.
+
+Shapes: C tokens of a chunk, D columns (K or V) padded to a power of two. COMPUTE is the dtype of coefficients and
+sums (float32; float64 only under the interpreter). PRECISION is how products of float32 operands are taken.
+Rows past the end of a sequence load as zeros: log gates 0, beta 0, eta 0. Such a row changes neither S nor M, so
+the last row of a chunk always describes the whole chunk, however short it is.
+"""
+
+import triton
+import triton.language as tl
+
+# The same epsilon as mdn.ops.l2norm, as a device constant.
+L2NORM_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def locate_sequence(sequence, cu_seqlens, time, PACKED: tl.constexpr):
+    """First token and number of tokens of a sequence on the flat token axis (int64)."""
+    if PACKED:
+        begin = tl.load(cu_seqlens + sequence).to(tl.int64)
+        end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+    else:
+        begin = sequence.to(tl.int64) * time
+        end = begin + time
+    return begin, end - begin
+
+
+@triton.jit
+def state_row(begin, sequence, chunk, C: tl.constexpr):
+    """A row of the per-chunk buffers. Unique for every chunk without knowing the other sequences' chunk counts,
+    because floor((begin + length) / C) + 1 >= floor(begin / C) + ceil(length / C)."""
+    return begin // C + sequence + chunk
+
+
+@triton.jit
+def locate_chunk(chunk_id, chunk_indices, cu_seqlens, time, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token, tokens left in the sequence and buffer row of a chunk."""
+    if PACKED:
+        sequence = tl.load(chunk_indices + 2 * chunk_id)
+        chunk = tl.load(chunk_indices + 2 * chunk_id + 1)
+    else:
+        chunks = tl.cdiv(time, C)
+        sequence = chunk_id // chunks
+        chunk = chunk_id % chunks
+    begin, length = locate_sequence(sequence, cu_seqlens, time, PACKED)
+    return begin + chunk * C, length - chunk * C, state_row(begin, sequence, chunk, C)
+
+
+@triton.jit
+def tile_offsets(tokens_left, first_column, heads, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets and mask of a [C, BLOCK] tile of a [tokens, heads, WIDTH] tensor, from its first token and head."""
+    rows = tl.arange(0, C)
+    columns = first_column + tl.arange(0, BLOCK)
+    mask = (rows < tokens_left)[:, None] & (columns < WIDTH)[None, :]
+    return rows[:, None] * (heads * WIDTH) + columns[None, :], mask
+
+
+@triton.jit
+def load_tile(
+    tensor,
+    first_token,
+    tokens_left,
+    head,
+    heads,
+    first_column,
+    WIDTH: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offsets, mask = tile_offsets(tokens_left, first_column, heads, WIDTH, C, BLOCK)
+    return tl.load(tensor + (first_token * heads + head) * WIDTH + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(
+    tensor,
+    tile,
+    first_token,
+    tokens_left,
+    head,
+    heads,
+    first_column,
+    WIDTH: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offsets, mask = tile_offsets(tokens_left, first_column, heads, WIDTH, C, BLOCK)
+    tl.store(tensor + (first_token * heads + head) * WIDTH + offsets, tile.to(tensor.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_gate(tensor, first_token, tokens_left, head, heads, C: tl.constexpr, COMPUTE: tl.constexpr):
+    """A [C] vector of a [tokens, heads] tensor."""
+    rows = tl.arange(0, C)
+    pointers = tensor + first_token * heads + head + rows * heads
+    return tl.load(pointers, mask=rows < tokens_left, other=0.0).to(COMPUTE)
+
+
+@triton.jit
+def store_gate(tensor, values, first_token, tokens_left, head, heads, C: tl.constexpr):
+    rows = tl.arange(0, C)
+    pointers = tensor + first_token * heads + head + rows * heads
+    tl.store(pointers, values.to(tensor.dtype.element_ty), mask=rows < tokens_left)
+
+
+@triton.jit
+def state_offsets(first_column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Offsets and mask of a [BK, BV] tile of one contiguous [K, V] state."""
+    rows = tl.arange(0, BK)
+    columns = first_column + tl.arange(0, BV)
+    return rows[:, None] * V + columns[None, :], (rows < K)[:, None] & (columns < V)[None, :]
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr, COMPUTE: tl.constexpr):
+    """a @ b summed in COMPUTE."""
+    return tl.dot(a, b, acc=tl.zeros([a.shape[0], b.shape[1]], COMPUTE), input_precision=PRECISION, out_dtype=COMPUTE)
+
+
+@triton.jit
+def inverse_norm(tile, L2NORM: tl.constexpr, C: tl.constexpr, COMPUTE: tl.constexpr):
+    """The factor [C] that normalises each row; applied after products, so that their operands stay as given."""
+    if L2NORM:
+        wide = tile.to(COMPUTE)
+        return 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) + L2NORM_EPS)
+    else:
+        return tl.full([C], 1.0, COMPUTE)
+
+
+@triton.jit
+def norm_backward(gradient, tile, factor, L2NORM: tl.constexpr):
+    """Gradient of the raw rows, given ``factor`` times the gradient of the normalised rows ``factor * tile``."""
+    if L2NORM:
+        normalised = factor[:, None] * tile
+        return gradient - normalised * tl.sum(gradient * normalised, axis=1)[:, None]
+    else:
+        return gradient
+
+
+@triton.jit
+def decay_mask(log_gate, C: tl.constexpr):
+    """L[i, j] = product of the gates j+1..i, zero above the diagonal.
+
+    Each column sums its own segment of logs. A difference of two cumulative sums would turn -inf into NaN and let one
+    tiny gate spoil its neighbours.
+    """
+    rows = tl.arange(0, C)[:, None]
+    columns = tl.arange(0, C)[None, :]
+    segments = tl.cumsum(tl.where(rows > columns, log_gate[:, None], 0.0), axis=0)
+    return tl.where(rows >= columns, tl.exp(segments), 0.0)
+
+
+@triton.jit
+def decay_mask_backward(weighted, C: tl.constexpr):
+    """Gradient [C] of the logs from weighted = dL * L: gate l takes part in every segment with j < l <= i."""
+    rows = tl.arange(0, C)[:, None]
+    columns = tl.arange(0, C)[None, :]
+    from_row_on = tl.cumsum(weighted, axis=0, reverse=True)
+    return tl.sum(tl.where(columns < rows, from_row_on, 0.0), axis=1)
+
+
+@triton.jit
+def previous(values, first, C: tl.constexpr):
+    """values moved down one place, ``first`` put in front."""
+    rows = tl.arange(0, C)
+    moved = tl.sum(tl.where(rows[:, None] == rows[None, :] + 1, values[None, :], 0.0), axis=1)
+    return tl.where(rows == 0, first, moved)
+
+
+@triton.jit
+def following(values, C: tl.constexpr):
+    """values moved up one place, zero at the end: the gradient of ``previous``."""
+    rows = tl.arange(0, C)
+    return tl.sum(tl.where(rows[:, None] == rows[None, :] - 1, values[None, :], 0.0), axis=1)
+
+
+@triton.jit
+def last_row(matrix, C: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, C)[:, None] == C - 1, matrix, 0.0), axis=0)
+
+
+@triton.jit
+def row_shift(C: tl.constexpr, COMPUTE: tl.constexpr):
+    """The matrix that moves rows down by one; its transpose moves them up."""
+    return tl.where(tl.arange(0, C)[:, None] == tl.arange(0, C)[None, :] + 1, 1.0, 0.0).to(COMPUTE)
+
+
+@triton.jit
+def unit_lower_inverse(strict, C: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr):
+    """(I + strict)^-1 for a strictly lower triangular [C, C] matrix.
+
+    The 16 x 16 diagonal blocks are solved row by row, all at once; then neighbouring blocks are joined by
+    inv([[A, 0], [B, D]]) = [[A', 0], [-D' B A', D']]. Only true inverses are ever multiplied, so nothing grows that
+    is not in the answer (the shorter product (I - N)(I + N^2)... loses all digits for strong gates).
+    """
+    BLOCKS: tl.constexpr = C // 16
+    own = (tl.arange(0, C) // 16)[:, None, None] == tl.arange(0, BLOCKS)[None, :, None]
+    diagonal = tl.sum(tl.where(own, tl.reshape(strict, [C, BLOCKS, 16]), 0.0), axis=1)
+    diagonal = tl.reshape(diagonal, [BLOCKS, 16, 16])
+    row = tl.arange(0, 16)[None, :, None]
+    solved = tl.where((row == tl.arange(0, 16)[None, None, :]) & (tl.arange(0, BLOCKS) >= 0)[:, None, None], 1.0, 0.0)
+    solved = solved.to(COMPUTE)
+    for i in range(1, 16):
+        weights = tl.sum(tl.where(row == i, diagonal, 0.0), axis=1)
+        update = tl.sum(weights[:, :, None] * solved, axis=1)
+        solved = tl.where(row == i, solved - update[:, None, :], solved)
+    spread = tl.broadcast_to(tl.reshape(solved, [C, 1, 16]), [C, BLOCKS, 16])
+    inverse = tl.reshape(tl.where(own, spread, 0.0), [C, C])
+    if C >= 32:
+        inverse = join_blocks(inverse, strict, 16, C, PRECISION, COMPUTE)
+    if C >= 64:
+        inverse = join_blocks(inverse, strict, 32, C, PRECISION, COMPUTE)
+    return inverse
+
+
+@triton.jit
+def join_blocks(inverse, strict, SIZE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr):
+    """From the inverses of SIZE x SIZE diagonal blocks to those of twice the size."""
+    rows = (tl.arange(0, C) // SIZE)[:, None]
+    columns = (tl.arange(0, C) // SIZE)[None, :]
+    below = tl.where((rows // 2 == columns // 2) & (rows > columns), strict, 0.0)
+    joined = product(product(inverse, below, PRECISION, COMPUTE), inverse, PRECISION, COMPUTE)
+    return inverse - joined

@@ -1,0 +1,254 @@
+"""Host side of the chunkwise form: allocates buffers and launches two kernels forward, four backward.
+
+Shapes as in docs/architecture.md. All tensors are seen as [tokens, heads, width] with tokens = B * T; a sequence is a row
+of the batch or a member of a pack. Names of the buffers: docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mdn.ops.triton.backward_inputs import backward_inputs_kernel
+from mdn.ops.triton.backward_states import backward_states_kernel
+from mdn.ops.triton.forward_states import forward_states_kernel
+from mdn.ops.triton.launcher import launch
+from mdn.ops.triton.prepare import prepare_kernel
+from mdn.ops.triton.rebuild_states import rebuild_states_kernel
+from mdn.ops.triton.tiles import Tile, choose_tile, power_of_two
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes and switches of one call, and the arguments that its kernels share."""
+
+    q: Tensor
+    v: Tensor
+    boundaries: Any
+    options: Any
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.boundaries is None else self.boundaries.num_sequences
+
+    @property
+    def chunk_size(self) -> int:
+        return self.options.chunk_size
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks there are in all sequences together."""
+        if self.boundaries is None:
+            return self.q.shape[0] * triton.cdiv(self.q.shape[1], self.chunk_size)
+        return self.boundaries.chunk_indices(self.chunk_size).shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[0] * self.q.shape[1]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def tile(self, kernel: str) -> Tile:
+        return choose_tile(kernel, self.q.shape[-1], self.v.shape[-1], self.q.element_size())
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.q.device)
+
+    def empty_states(self) -> Tensor:
+        """A buffer with S and M [K, V] of every chunk, in the input dtype; its rows are `blocks.state_row`."""
+        rows = self.tokens // self.chunk_size + self.sequences
+        return self.empty(rows, self.v.shape[2], 2, self.q.shape[-1], self.v.shape[-1], dtype=self.q.dtype)
+
+    def shared_arguments(self) -> dict[str, Any]:
+        """Arguments that every kernel takes."""
+        packed = self.boundaries is not None
+        coefficient_precision, _ = precisions(self.q.dtype)
+        return {
+            "cu_seqlens": self.boundaries.cu_seqlens if packed else None,
+            "time": self.q.shape[1],
+            "H": self.q.shape[2],
+            "HV": self.v.shape[2],
+            "K": self.q.shape[-1],
+            "C": self.chunk_size,
+            "BK": power_of_two(self.q.shape[-1]),
+            "PACKED": packed,
+            "PRECISION": coefficient_precision,
+            "COMPUTE": tl.float64 if self.q.dtype == torch.float64 else tl.float32,
+        }
+
+    def chunk_arguments(self) -> dict[str, Any]:
+        """Further arguments of the kernels that run once per chunk."""
+        packed = self.boundaries is not None
+        return {
+            "chunk_indices": self.boundaries.chunk_indices(self.chunk_size) if packed else None,
+            "scale": self.options.scale,
+            "L2NORM": self.options.l2norm,
+            "P_TIMES_ALPHA": self.options.p_times_alpha,
+        }
+
+    def sequence_arguments(self, tile: Tile) -> dict[str, Any]:
+        """Further arguments of the kernels that walk along a sequence."""
+        return {
+            "sequences": self.sequences,
+            "plane": self.tokens * self.v.shape[2],
+            "V": self.v.shape[-1],
+            "BV": tile.value_block,
+        }
+
+    def sequence_grid(self, tile: Tile) -> tuple[int, int]:
+        return self.sequences * self.v.shape[2], triton.cdiv(self.v.shape[-1], tile.value_block)
+
+
+def precisions(dtype: torch.dtype, hip: bool | None = None) -> tuple[str, str]:
+    """How to take products of float32 operands: (coefficients and float32 inputs, the product with the inverse).
+
+    The coefficient product and the triangular inverse always have float32 quality. The inverse is applied to values
+    that came through 16-bit products, where one TF32 product is enough. ROCm has no tf32x3, but true float32 products.
+    """
+    if torch.version.hip if hip is None else hip:
+        return "ieee", "ieee"
+    return "tf32x3", "tf32" if dtype in (torch.bfloat16, torch.float16) else "tf32x3"
+
+
+def _prepare(problem: Problem, q, k, p, log_alpha, log_mu, beta, eta) -> dict[str, Tensor]:
+    """The state-free part of all chunks: inverse, scores, coefficients and decays."""
+    chunk, heads = problem.chunk_size, problem.v.shape[2]
+    rows = problem.tokens // chunk + problem.sequences
+    buffers = {
+        "inverse": problem.empty(problem.tokens, heads, chunk, dtype=problem.compute_dtype),
+        "scores": problem.empty(problem.tokens, heads, chunk, dtype=q.dtype),
+        "coefficients": problem.empty(6, problem.tokens, heads, dtype=problem.compute_dtype),
+        "decays": problem.empty(rows, heads, 4, dtype=problem.compute_dtype),
+    }
+    inputs = {"q": q, "k": k, "p": p, "log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta}
+    launch(
+        prepare_kernel,
+        (problem.num_chunks, heads),
+        problem.tile("prepare"),
+        **inputs,
+        **buffers,
+        **problem.shared_arguments(),
+        **problem.chunk_arguments(),
+        plane=problem.tokens * heads,
+    )
+    return buffers
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def forward(
+    q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, boundaries, options, save_residual
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(o, final_state, residual): see docs/architecture.md."""
+    q, k, v, p, initial_state = _contiguous(q, k, v, p, initial_state)
+    gates = _contiguous(log_alpha, log_mu, beta, eta)
+    problem = Problem(q, v, boundaries, options)
+    buffers = _prepare(problem, q, k, p, *gates)
+    o = torch.empty_like(v)
+    residual = torch.empty_like(v) if save_residual else None
+    heads, key_dim, value_dim = v.shape[2], q.shape[-1], v.shape[-1]
+    final_state = problem.empty(2, problem.sequences, heads, key_dim, value_dim, dtype=problem.compute_dtype)
+    tile = problem.tile("forward_states")
+    launch(
+        forward_states_kernel,
+        problem.sequence_grid(tile),
+        tile,
+        **{"q": q, "k": k, "p": p, "v": v, "initial_state": initial_state},
+        **buffers,
+        **{"o": o, "residual": residual, "final_state": final_state},
+        **problem.shared_arguments(),
+        **problem.sequence_arguments(tile),
+        SOLVE_PRECISION=precisions(q.dtype)[1],
+    )
+    return o, final_state, residual
+
+
+def backward(
+    grad_o,
+    grad_final_state,
+    q,
+    k,
+    v,
+    p,
+    log_alpha,
+    log_mu,
+    beta,
+    eta,
+    initial_state,
+    residual,
+    boundaries,
+    options,
+) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv, dp, dlog_alpha, dlog_mu, dbeta, deta, dinitial_state): see docs/architecture.md."""
+    grad_o, grad_final_state, residual = _contiguous(grad_o.to(v.dtype), grad_final_state, residual)
+    q, k, v, p, initial_state = _contiguous(q, k, v, p, initial_state)
+    gates = _contiguous(log_alpha, log_mu, beta, eta)
+    problem = Problem(q, v, boundaries, options)
+    buffers = _prepare(problem, q, k, p, *gates)
+    states = _rebuild_states(problem, k, residual, buffers, initial_state)
+    dv, state_gradients, grad_initial_state = _backward_states(
+        problem, grad_o, grad_final_state, q, k, p, buffers, initial_state
+    )
+    gradients = [None if tensor is None else torch.empty_like(tensor) for tensor in (q, k, p, *gates)]
+    tile = problem.tile("backward_inputs")
+    gate_names = ("log_alpha", "log_mu", "beta", "eta")
+    launch(
+        backward_inputs_kernel,
+        (problem.num_chunks, q.shape[2]),
+        tile,
+        **{"grad_o": grad_o, "q": q, "k": k, "p": p, "residual": residual, "dv": dv},
+        **dict(zip(gate_names, gates)),
+        **{"states": states, "state_gradients": state_gradients},
+        **dict(zip(("dq", "dk", "dp", *("d" + name for name in gate_names)), gradients)),
+        **problem.shared_arguments(),
+        **problem.chunk_arguments(),
+        V=v.shape[-1],
+        BV=tile.value_block,
+    )
+    dq, dk, dp, *gate_gradients = gradients
+    return dq, dk, dv, dp, *gate_gradients, grad_initial_state
+
+
+def _rebuild_states(problem: Problem, k, residual, buffers, initial_state) -> Tensor:
+    states = problem.empty_states()
+    tile = problem.tile("rebuild_states")
+    launch(
+        rebuild_states_kernel,
+        problem.sequence_grid(tile),
+        tile,
+        **{"k": k, "residual": residual, "coefficients": buffers["coefficients"], "decays": buffers["decays"]},
+        **{"initial_state": initial_state, "states": states},
+        **problem.shared_arguments(),
+        **problem.sequence_arguments(tile),
+    )
+    return states
+
+
+def _backward_states(
+    problem: Problem, grad_o, grad_final_state, q, k, p, buffers, initial_state
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    dv = torch.empty_like(grad_o)
+    state_gradients = problem.empty_states()
+    grad_initial_state = None if initial_state is None else torch.empty_like(initial_state)
+    tile = problem.tile("backward_states")
+    launch(
+        backward_states_kernel,
+        problem.sequence_grid(tile),
+        tile,
+        **{"grad_o": grad_o, "q": q, "k": k, "p": p, "grad_final_state": grad_final_state},
+        **buffers,
+        **{"dv": dv, "state_gradients": state_gradients, "grad_initial_state": grad_initial_state},
+        **problem.shared_arguments(),
+        **problem.sequence_arguments(tile),
+        SOLVE_PRECISION=precisions(q.dtype)[1],
+    )
+    return dv, state_gradients, grad_initial_state

@@ -1,0 +1,124 @@
+"""Kernel and launcher of one decoding step, one program per (row, value head, tile of V columns).
+
+Gates, L2 norm, update and read-out in one launch; S and M [slots, HV, K, V] are read once and written once, in place.
+No tuning and no host synchronisation, so the step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mdn.ops.triton.blocks import L2NORM_EPS
+from mdn.ops.triton.launcher import launch
+from mdn.ops.triton.tiles import choose_tile, power_of_two
+
+
+@triton.jit
+def load_vector(tensor, row, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr, COMPUTE: tl.constexpr):
+    """Row ``row`` of a [rows, K] tensor, normalised if asked for."""
+    columns = tl.arange(0, BK)
+    vector = tl.load(tensor + row * K + columns, mask=columns < K, other=0.0).to(COMPUTE)
+    if L2NORM:
+        vector *= 1.0 / tl.sqrt(tl.sum(vector * vector, axis=0) + L2NORM_EPS)
+    return vector
+
+
+@triton.jit
+def decode_kernel(
+    q,
+    k,
+    p,
+    v,
+    log_alpha,
+    log_mu,
+    beta,
+    eta,
+    S,
+    M,
+    state_indices,
+    o,
+    s_slot_stride,
+    s_head_stride,
+    s_row_stride,
+    m_slot_stride,
+    m_head_stride,
+    m_row_stride,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    L2NORM: tl.constexpr,
+    P_TIMES_ALPHA: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    value_row = tl.program_id(0).to(tl.int64)
+    batch = value_row // HV
+    head = value_row % HV
+    key_row = batch * H + head // (HV // H)
+    if state_indices is None:
+        slot = batch
+    else:
+        slot = tl.load(state_indices + batch).to(tl.int64)
+    columns = tl.program_id(1) * BV + tl.arange(0, BV)
+    rows = tl.arange(0, BK)
+    inside = columns < V
+    # A negative slot marks a padding row of a captured graph: its output is zero and no state is touched.
+    mask = (rows < K)[:, None] & inside[None, :] & (slot >= 0)
+
+    s_pointers = S + slot * s_slot_stride + head * s_head_stride + rows[:, None] * s_row_stride + columns[None, :]
+    m_pointers = M + slot * m_slot_stride + head * m_head_stride + rows[:, None] * m_row_stride + columns[None, :]
+    s = tl.load(s_pointers, mask=mask, other=0.0).to(COMPUTE)
+    m = tl.load(m_pointers, mask=mask, other=0.0).to(COMPUTE)
+
+    alpha = tl.exp(tl.load(log_alpha + value_row).to(COMPUTE))
+    key = load_vector(k, key_row, K, BK, L2NORM, COMPUTE)
+    if p is None:
+        probe = key
+    else:
+        probe = load_vector(p, key_row, K, BK, L2NORM, COMPUTE)
+    if P_TIMES_ALPHA:
+        probe = probe * alpha
+    error = tl.load(v + value_row * V + columns, mask=inside, other=0.0).to(COMPUTE)
+    error -= tl.sum(s * probe[:, None], axis=0)
+    write = key * tl.load(eta + value_row).to(COMPUTE)
+    m = tl.exp(tl.load(log_mu + value_row).to(COMPUTE)) * m - write[:, None] * error[None, :]
+    s = alpha * s - tl.load(beta + value_row).to(COMPUTE) * m
+    tl.store(s_pointers, s.to(S.dtype.element_ty), mask=mask)
+    tl.store(m_pointers, m.to(M.dtype.element_ty), mask=mask)
+
+    query = load_vector(q, key_row, K, BK, L2NORM, COMPUTE) * scale
+    out = tl.where(slot >= 0, tl.sum(s * query[:, None], axis=0), 0.0)
+    tl.store(o + value_row * V + columns, out.to(o.dtype.element_ty), mask=inside)
+
+
+def step_(q, k, v, p, log_alpha, log_mu, beta, eta, S, M, state_indices, options) -> Tensor:
+    """One token of every row; updates S and M in place and returns o [B, HV, V]."""
+    for name, state in (("S", S), ("M", M)):
+        if state.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {state.stride()}")
+    batch, heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[1:]
+    o = torch.empty(batch, value_heads, value_dim, dtype=v.dtype, device=v.device)
+    tile = choose_tile("decode", key_dim, value_dim, S.element_size())
+    inputs = {"q": q, "k": k, "p": p, "v": v, "log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta}
+    launch(
+        decode_kernel,
+        (batch * value_heads, triton.cdiv(value_dim, tile.value_block)),
+        tile,
+        **{name: None if tensor is None else tensor.contiguous() for name, tensor in inputs.items()},
+        **{"S": S, "M": M, "state_indices": state_indices, "o": o},
+        **dict(zip(("s_slot_stride", "s_head_stride", "s_row_stride"), S.stride()[:3])),
+        **dict(zip(("m_slot_stride", "m_head_stride", "m_row_stride"), M.stride()[:3])),
+        **{"scale": options.scale, "H": heads, "HV": value_heads, "K": key_dim, "V": value_dim},
+        **{"BK": power_of_two(key_dim), "BV": tile.value_block},
+        L2NORM=options.l2norm,
+        P_TIMES_ALPHA=options.p_times_alpha,
+        COMPUTE=tl.float64 if q.dtype == torch.float64 else tl.float32,
+    )
+    return o
