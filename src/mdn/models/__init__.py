@@ -1,0 +1,17 @@
+"""The Hugging Face language model. Importing this package registers it with AutoConfig, AutoModel and AutoModelForCausalLM."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from mdn.models.configuration import MomentumDeltaNetConfig
+from mdn.models.modeling import MomentumDeltaNetForCausalLM, MomentumDeltaNetModel, MomentumDeltaNetPreTrainedModel
+
+AutoConfig.register(MomentumDeltaNetConfig.model_type, MomentumDeltaNetConfig, exist_ok=True)
+AutoModel.register(MomentumDeltaNetConfig, MomentumDeltaNetModel, exist_ok=True)
+AutoModelForCausalLM.register(MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM, exist_ok=True)
+
+__all__ = [
+    "MomentumDeltaNetConfig",
+    "MomentumDeltaNetForCausalLM",
+    "MomentumDeltaNetModel",
+    "MomentumDeltaNetPreTrainedModel",
+]

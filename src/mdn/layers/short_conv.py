@@ -1,0 +1,76 @@
+"""Causal depthwise convolution over the last few tokens, followed by SiLU: ``y_t = silu(sum_j w_j x_{t - W + 1 + j})``.
+
+Shapes: x, y ``[B, T, C]`` or packed ``[1, total, C]``; weight ``[C, 1, W]``; state ``[N, C, W - 1]``, the last inputs of
+every sequence, oldest first. No sequence of a pack sees another one: each gets its own W - 1 places in front, filled
+with its state or with zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mdn.layers.layout import TokenLayout
+
+
+class ShortConvolution(nn.Module):
+    def __init__(self, channels: int, width: int, bias: bool = False, activation: bool = True):
+        super().__init__()
+        if width < 2:
+            raise ValueError(f"conv_size must be at least 2, got {width}; use_short_conv=False removes the convolution")
+        self.channels = channels
+        self.width = width
+        self.activation = activation
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
+    def forward(
+        self, x: Tensor, layout: TokenLayout | None = None, state: Tensor | None = None, return_state: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """y, and the state after the last token if asked for; ``state=None`` means zeros (nothing came before)."""
+        history = self.width - 1
+        if layout is None or layout.boundaries is None:
+            extended = F.pad(x, (0, 0, history, 0)) if state is None else torch.cat([state.mT.to(x.dtype), x], dim=1)
+            y = self._convolve(extended)
+            last = extended[:, x.shape[1] :].mT if return_state else None
+            return y, last
+        tokens, front, tail = layout.extended_indices(history)
+        extended = x.new_zeros(1, x.shape[1] + front.numel(), self.channels).index_copy(1, tokens, x)
+        if state is not None:
+            extended = extended.index_copy(1, front, state.mT.to(x.dtype).reshape(1, -1, self.channels))
+        # place t of the valid convolution ends at entry t + history of the extended pack
+        y = self._convolve(extended).index_select(1, tokens - history)
+        last = None
+        if return_state:
+            last = extended[0].index_select(0, tail).reshape(-1, history, self.channels).mT
+        return y, last
+
+    def step(self, x: Tensor, state: Tensor) -> Tensor:
+        """One token ``[B, C]`` after ``state [B, C, W - 1]``, which is moved on in place."""
+        window = torch.cat([state, x.to(state.dtype).unsqueeze(-1)], dim=-1)
+        state.copy_(window[..., 1:])
+        y = (window * self._taps().mT).sum(-1)
+        return self._finish(y, x.dtype)
+
+    def _taps(self) -> Tensor:
+        """Weights as ``[W, C]``, at least float32 so that half-precision inputs are summed in float32."""
+        weight = self.weight[:, 0].mT
+        return weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight
+
+    def _convolve(self, extended: Tensor) -> Tensor:
+        # Shifted products rather than conv1d: no transposes, as fast on CPU, and one fused kernel under torch.compile.
+        taps = self._taps()
+        time = extended.shape[1] - self.width + 1
+        y = extended[:, :time] * taps[0]
+        for j in range(1, self.width):
+            y = torch.addcmul(y, extended[:, j : j + time], taps[j])
+        return self._finish(y, extended.dtype)
+
+    def _finish(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        y = y if self.bias is None else y + self.bias
+        return (F.silu(y) if self.activation else y).to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, width={self.width}, bias={self.bias is not None}, silu={self.activation}"

@@ -1,0 +1,110 @@
+"""The cache layer of a recurrent mixer: transformers' linear-attention layer, plus the number of columns it has seen.
+
+``generate`` asks every cache for its length, which transformers' own linear-attention layer does not know; in a model
+without attention layers nobody else does. The class registers itself with transformers under the layer type
+"recurrent_state", so that ``DynamicCache(config=config)`` builds it. Memory per sequence is constant.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, LinearAttentionLayer
+
+RECURRENT_LAYER_TYPE = "recurrent_state"
+
+
+class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
+    """Conv states ``[N, C, W - 1]`` and recurrent states ``[N, HV, K, V]`` by number (MDN: 0 is S, 1 is M)."""
+
+    _layer_type = RECURRENT_LAYER_TYPE
+    is_sliding = False
+
+    def __init__(self, **kwargs):
+        super().__init__(number_of_states=0)
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.columns = 0
+
+    def _make_room(self, number: int) -> None:
+        while self.number_of_states <= number:
+            for states in (self.conv_states, self.recurrent_states, self.conv_kernel_size):
+                states[self.number_of_states] = None
+            for flags in (
+                self.is_conv_states_initialized,
+                self.is_recurrent_states_initialized,
+                self.has_previous_state,
+            ):
+                flags[self.number_of_states] = False
+            self.number_of_states += 1
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
+        """Replaces the state; the mixer hands in the complete new one."""
+        self._make_room(state_idx)
+        if not self.is_conv_states_initialized[state_idx]:
+            self.lazy_initialization(conv_states=conv_states, state_idx=state_idx)
+        self.conv_states[state_idx].copy_(conv_states)
+        self.has_previous_state[state_idx] = True
+        return self.conv_states[state_idx]
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
+        self._make_room(state_idx)
+        if self.device is None:
+            self.dtype, self.device = recurrent_states.dtype, recurrent_states.device
+        state = super().update_recurrent_state(recurrent_states, state_idx)
+        self.has_previous_state[state_idx] = True
+        return state
+
+    # ---------------------------------------------------------------- length
+
+    def advance(self, columns: int) -> None:
+        """Counts the columns of one call, masked ones included, as the attention layers' caches do."""
+        self.columns += columns
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.columns = 0
+
+    # ---------------------------------------------------------------- batch
+
+    def _select(self, choose) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for number, state in states.items():
+                states[number] = None if state is None else choose(state)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(lambda state: state.index_select(0, beam_idx.to(state.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(lambda state: state[indices])
+
+    # ---------------------------------------------------------------- what a recurrent state cannot do
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    def activate_past_recording(self) -> None:
+        """Nothing to record: an older state cannot be rebuilt, see ``crop``."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove != 0:
+            raise ValueError(
+                f"cannot remove {abs(tokens_to_remove)} tokens from the cache: a recurrent state does not keep the past. "
+                "Copy the cache (copy.deepcopy) before the tokens that may be taken back. "
+                "For the same reason assisted decoding is not supported."
+            )
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        raise ValueError("a recurrent mixer has no keys and values; use update_recurrent_state and update_conv_state")
+
+
+STATIC_LAYER_TYPE_MAPPING[RECURRENT_LAYER_TYPE] = RecurrentStateLayer
