@@ -1,6 +1,7 @@
 """Comba: a gated delta rule that reads its error along p instead of k.
 
-S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T p_t)^T. The layer corrects the query before the rule.
+S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T. The error is read before the decay, as in FLA's kernels
+(FLA's naive_recurrent_comba reads it after the decay). The layer corrects the query, q - d k, before the rule.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def comba_step(
     if use_qk_l2norm_in_kernel:
         q, k, p = l2norm(q), l2norm(k), None if p is None else l2norm(p)
     decay = k.new_ones(*v.shape[:2], 1) if g is None else g.to(dtype).exp().unsqueeze(-1)
-    read = decay * expand_heads((k if p is None else p).unsqueeze(1), heads)[:, 0]
+    read = k if p is None else p
     if beta is not None:
         k = beta.to(dtype).unsqueeze(-1) * expand_heads(k.unsqueeze(1), heads)[:, 0]
     return step_(q, k, v, decay, state, read, scale=scale, state_indices=state_indices)

@@ -9,7 +9,7 @@ from torch import Tensor
 from mdn.ops.boundaries import SequenceBoundaries
 
 from .backend import call_fla, choose_backend
-from .comba import chunk_comba, comba_step, recurrent_comba
+from .gated_delta_rule import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 
 
 def chunk_delta_rule(
@@ -31,8 +31,8 @@ def chunk_delta_rule(
     state = initial_state, output_final_state, use_qk_l2norm_in_kernel
     if backend == "fla":
         return call_fla("delta_rule", "chunk_delta_rule", q, k, v, beta, scale, *state, cu_seqlens=cu_seqlens)
-    sizes: dict[str, Any] = {"chunk_size": chunk_size, "backend": backend}
-    return chunk_comba(q, k, v, None, None, beta, scale, *state, cu_seqlens, **sizes)
+    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "backend": backend}
+    return chunk_gated_delta_rule(q, k, v, None, beta, scale, *state, **options)
 
 
 def recurrent_delta_rule(
@@ -48,7 +48,7 @@ def recurrent_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The definition, token by token."""
     options = initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
-    return recurrent_comba(q, k, v, None, None, beta, scale, *options)
+    return recurrent_gated_delta_rule(q, k, v, None, beta, scale, *options)
 
 
 def delta_rule_step(
@@ -64,4 +64,4 @@ def delta_rule_step(
 ) -> Tensor:
     """One token, `[B, H, D]`, beta `[B, HV]`; `state` `[slots, HV, K, V]` is updated in place."""
     options: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "state_indices": state_indices}
-    return comba_step(q, k, v, None, None, beta, state, scale=scale, **options)
+    return gated_delta_rule_step(q, k, v, None, beta, state, scale=scale, **options)

@@ -59,11 +59,13 @@ class Inputs:
                 raise ValueError(f"{name} must hold logarithms of decays, all <= 0, but its largest value is {largest}")
         return x.to(self.k.dtype)
 
-    def finish(self, output: Tensor, final_state: Tensor, output_final_state: bool) -> tuple[Tensor, Tensor | None]:
+    def finish(
+        self, output: Tensor, final_state: Tensor | None, output_final_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """What the public functions return: outputs in the dtype of v, and the final states if they were asked for."""
-        if self.state_v_first:
-            final_state = final_state.transpose(-1, -2)
-        return output.to(self.output_dtype), final_state if output_final_state else None
+        if final_state is None or not output_final_state:
+            return output.to(self.output_dtype), None
+        return output.to(self.output_dtype), final_state.transpose(-1, -2) if self.state_v_first else final_state
 
 
 def prepare(

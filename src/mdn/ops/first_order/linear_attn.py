@@ -80,7 +80,7 @@ def linear_attn_step(
     scale: float | None = None,
     state_indices: Tensor | None = None,
 ) -> Tensor:
-    """One token, `[B, H, D]`. `state` `[slots, HV, K, V]` changes in place, and, to normalise, `z_state` `[slots, HV, K]`."""
+    """One token, `[B, H, D]`; `state` `[slots, HV, K, V]` (and `z_state` `[slots, HV, K]`) change in place."""
     still = k.new_ones(*v.shape[:2], 1)
     output = step_(q, k, v, still, state, scale=scale, state_indices=state_indices)
     if z_state is None:

@@ -15,12 +15,12 @@ from .inputs import Inputs
 
 
 def recurrent_scalar_decay(inputs: Inputs, p: Tensor | None, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """S <- exp(g) S;  r = v - S^T p  (or v);  S <- S + beta k r^T;  o = S^T q."""
+    """r = v - S^T p (without p: v);  S <- exp(g) S + beta k r^T;  o = S^T q."""
 
     def update(state: Tensor, t: int) -> Tensor:
-        state = log_decay[:, t, :, None, None].exp() * state
         error = inputs.v[:, t] if p is None else inputs.v[:, t] - _read(state, p[:, t])
-        return state + _outer(beta[:, t].unsqueeze(-1) * inputs.k[:, t], error)
+        kept = log_decay[:, t, :, None, None].exp() * state
+        return kept + _outer(beta[:, t].unsqueeze(-1) * inputs.k[:, t], error)
 
     return _run(inputs, update)
 

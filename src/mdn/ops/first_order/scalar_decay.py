@@ -1,13 +1,14 @@
 """First-order rules whose state decays by one number per head and token, chunk by chunk.
 
-    r_t = v_t - (a_t S_{t-1})^T p_t           no p: r_t = v_t
+    r_t = v_t - S_{t-1}^T p_t                  no p: r_t = v_t
     S_t = a_t S_{t-1} + b_t k_t r_t^T          o_t = S_t^T q_t
 
-With p = k this is the gated delta rule, with another p Comba, without p Mamba2's state update. In a chunk, with
-L[i, j] = a_{j+1} ... a_i (i >= j) and abar the decay since the chunk began:
+With p = a k this is the gated delta rule, with another p Comba, without p Mamba2's state update. In a chunk, with
+L[i, j] = a_{j+1} ... a_i (i >= j), abar the decay since the chunk began, and "prev" for one row earlier (of L: zeros
+first, of abar: a one):
 
-    (I + strict_lower(P K^T * L) diag(b)) R = V - diag(abar) P S0
-    O  = diag(abar) Q S0 + lower(Q K^T * L) diag(b) R
+    (I + (P K^T * L_prev) diag(b)) R = V - diag(abar_prev) P S0
+    O  = diag(abar) Q S0 + (Q K^T * L) diag(b) R
     S' = abar[-1] S0 + (diag(L[-1] b) K)^T R
 
 L is built from sums over segments of logarithms, so every exponent is <= 0 and `-inf` gives exact zeros.
@@ -16,6 +17,7 @@ L is built from sums over segments of logarithms, so every exponent is <= 0 and 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .inputs import Inputs
@@ -42,8 +44,8 @@ def chunk_scalar_decay(
             errors = v
         else:
             p = layout.split(p)
-            system = (p @ k.transpose(-1, -2)) * weights.tril(-1)
-            right = torch.cat([v, since_start * p], -1)
+            system = (p @ k.transpose(-1, -2)) * F.pad(weights[..., :-1, :], (0, 0, 1, 0))
+            right = torch.cat([v, F.pad(since_start[..., :-1, :], (0, 0, 1, 0), value=1.0) * p], -1)
             U, W = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
                 [v.shape[-1], p.shape[-1]], -1
             )

@@ -1,0 +1,136 @@
+"""The first-order rules' interface: FLA's signatures, options, special cases, backends, clear errors."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from first_order_cases import RULES, VECTOR, arguments, chunk, random_state
+from mdn.ops import first_order
+from mdn.ops.l2norm import l2norm
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_arguments_have_the_names_order_and_defaults_of_fla(rule):
+    theirs = inspect.signature(
+        inspect.unwrap(getattr(importlib.import_module(f"fla.ops.{rule}"), f"chunk_{rule}"))
+    ).parameters
+    ours = inspect.signature(chunk(rule)).parameters
+    shared = [name for name in ours if name in theirs]
+    assert shared == [name for name in theirs if name in ours]
+    for name in shared:
+        if name != "chunk_size":
+            assert ours[name].default == theirs[name].default
+    assert {"scale", "initial_state", "output_final_state", "cu_seqlens"} <= set(shared)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_named_backend_that_cannot_work_says_why(rule):
+    tensors = arguments(rule, T=3, dtype=torch.float32)
+    with pytest.raises(ValueError, match="backend='fla' cannot be used here: FLA's kernels need tensors on a GPU"):
+        chunk(rule)(**tensors, backend="fla")
+    with pytest.raises(ValueError, match=r"backend must be one of auto, torch, cpu, fla .* got 'cuda'"):
+        chunk(rule)(**tensors, backend="cuda")
+    if rule in VECTOR:
+        with pytest.raises(ValueError, match="backend='cpu' cannot be used here"):
+            chunk(rule)(**tensors, backend="cpu")
+
+
+def test_importing_the_rules_brings_neither_fla_nor_triton_nor_transformers():
+    code = "import sys, mdn.ops.first_order; print([m for m in ('fla', 'triton', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_norm_inside_equals_the_norm_outside():
+    tensors = arguments("comba")
+    inside, _ = chunk("comba")(**tensors, use_qk_l2norm_in_kernel=True)
+    outside, _ = chunk("comba")(**tensors | {name: l2norm(tensors[name]) for name in ("q", "k", "p")})
+    torch.testing.assert_close(inside, outside)
+
+
+def test_raw_gates_become_decays_and_strengths():
+    tensors = arguments("gated_delta_rule", gates="mild")
+    raw, A_log, dt_bias = torch.randn(2, 70, 2).double(), torch.randn(2).double(), torch.randn(2).double()
+    found, _ = chunk("gated_delta_rule")(
+        **tensors | {"g": raw},
+        use_gate_in_kernel=True,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=True,
+    )
+    g, beta = -A_log.exp() * F.softplus(raw + dt_bias), 2 * tensors["beta"].sigmoid()
+    expected, _ = chunk("gated_delta_rule")(**tensors | {"g": g, "beta": beta})
+    torch.testing.assert_close(found, expected)
+
+
+def test_raw_vector_gates_may_be_bounded_from_below():
+    tensors = arguments("kda", gates="mild")
+    raw, A_log, dt_bias = torch.randn(2, 70, 2, 8).double(), torch.randn(2).double(), torch.randn(16).double()
+    options = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": -5.0}
+    found, _ = chunk("kda")(**tensors | {"g": raw}, **options)
+    g = -5.0 * torch.sigmoid(A_log.exp()[:, None] * (raw + dt_bias.view(2, 8)))
+    expected, _ = chunk("kda")(**tensors | {"g": g})
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_constant_decay_equals_the_same_decay_given_by_token():
+    tensors = arguments("simple_gla")
+    gamma = torch.tensor([-0.1, -3.0]).double()
+    found, _ = chunk("simple_gla")(tensors["q"], tensors["k"], tensors["v"], g_gamma=gamma)
+    expected, _ = chunk("simple_gla")(**tensors | {"g": gamma.expand(2, 70, 2)})
+    torch.testing.assert_close(found, expected)
+
+
+def test_equal_vector_decays_make_gla_scalar_and_kda_the_gated_delta_rule():
+    scalar = arguments("gated_delta_rule")
+    vector = scalar | {"g": scalar["g"].unsqueeze(-1).expand(2, 70, 2, 8)}
+    torch.testing.assert_close(chunk("kda")(**vector)[0], chunk("gated_delta_rule")(**scalar)[0])
+    for tensors in (scalar, vector):
+        del tensors["beta"]
+    torch.testing.assert_close(chunk("gla")(**vector)[0], chunk("simple_gla")(**scalar)[0])
+
+
+BAD_INPUTS = {
+    "v must have shape": lambda t: {"v": t["v"][:, :-1]},
+    "k must have shape": lambda t: {"k": t["k"][..., :-1]},
+    "v must have a multiple of the 2 heads": lambda t: {"v": t["v"][:, :, :1]},
+    "g must have shape": lambda t: {"g": t["g"][..., :1]},
+    "g must hold logarithms of decays, all <= 0": lambda t: {"g": -t["g"] + 1},
+    "its largest value is nan": lambda t: {"g": t["g"] * torch.nan},
+    "beta must have shape": lambda t: {"beta": t["beta"][:, :5]},
+    "q must be a floating-point tensor": lambda t: {"q": t["q"].long(), "k": t["k"].long()},
+    "initial_state must have shape": lambda t: {"initial_state": torch.zeros(1, 2, 8, 6)},
+    r"cu_seqlens needs one packed row \(B == 1\)": lambda t: {"cu_seqlens": torch.tensor([0, 70])},
+    "chunk_size must be a power of two, got 48": lambda t: {"chunk_size": 48},
+    "allow_neg_eigval=True needs": lambda t: {"allow_neg_eigval": True},
+}
+
+
+@pytest.mark.parametrize("message", BAD_INPUTS)
+def test_bad_input_raises_an_error_that_names_the_argument(message):
+    tensors = arguments("gated_delta_rule", gates="mild")
+    with pytest.raises(ValueError, match=message):
+        chunk("gated_delta_rule")(**tensors | BAD_INPUTS[message](tensors))
+
+
+def test_boundaries_that_do_not_cover_the_pack_are_refused():
+    tensors = arguments("kda", B=1, T=10)
+    with pytest.raises(ValueError, match="cu_seqlens must cover all 10 tokens"):
+        chunk("kda")(**tensors, cu_seqlens=torch.tensor([0, 4, 9]))
+
+
+def test_a_step_refuses_a_state_of_the_wrong_shape():
+    tensors = {name: x[:, 0] for name, x in arguments("gla", T=1).items()}
+    with pytest.raises(ValueError, match="state must have shape"):
+        first_order.gla_step(**tensors, state=random_state("gla", 3))
+
+
+def test_two_kinds_of_decay_at_once_are_refused():
+    tensors = arguments("simple_gla", T=3)
+    with pytest.raises(ValueError, match="g and g_gamma must not be given together"):
+        chunk("simple_gla")(**tensors, g_gamma=torch.zeros(2))
