@@ -10,6 +10,7 @@ from mdn.layers.layout import TokenLayout
 from mdn.layers.mixer import Mixer
 from mdn.layers.momentum_deltanet import MomentumDeltaNet
 from mdn.layers.norms import GatedRMSNorm, RMSNorm
+from mdn.layers.projected_mixer import ProjectedMixer
 from mdn.layers.short_conv import ShortConvolution
 from mdn.layers.state import LayerState
 
@@ -27,6 +28,7 @@ __all__ = [
     "LayerState",
     "Mixer",
     "MomentumDeltaNet",
+    "ProjectedMixer",
     "RMSNorm",
     "ShortConvolution",
     "StabilityGates",

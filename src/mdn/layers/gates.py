@@ -10,7 +10,8 @@ From four projections of the token (a, b, m, e, each ``[..., HV]``) and per-head
 
 With x = eta s the bounds are exactly 1 / (1 + x^2) and x^2 / (1 + x^2), which is how they are computed: no
 trigonometry, and log alpha_max = -log1p(x^2) keeps its accuracy near 0. Per-head parameters have one entry per key
-head (A_log, Mu_log, log_factor) or per value head (dt_bias, mu_bias). Everything is float32, or float64 for float64 models.
+head (A_log, Mu_log, log_factor) or per value head (dt_bias, mu_bias). Everything is float32, or float64 in float64
+models. Without m (the ablation use_momentum=False) mu is exactly 0, log mu = -inf.
 """
 
 from __future__ import annotations
@@ -41,8 +42,6 @@ class GateSettings:
     """temperature of eta"""
     min_log_mu: float | None = -2.0
     """lower clamp of log mu; None: no clamp"""
-    use_momentum: bool = True
-    """False: mu = 0 exactly (log mu = -inf)"""
     bound_alpha: bool = True
     """False: alpha_max = 1"""
     bound_beta: bool = True
@@ -83,31 +82,34 @@ class StabilityGates(nn.Module):
     ) -> Gates:
         settings = self.settings
         dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
-        value_heads = a.shape[-1]
-
-        def per_value_head(parameter: Tensor) -> Tensor:
-            """exp of a per-key-head parameter, repeated for the value heads of its group."""
-            return parameter.to(dtype).exp().repeat_interleave(value_heads // parameter.shape[0])
-
-        e = e.to(dtype) / settings.tau
-        eta = 1 + torch.tanh(e) if settings.eta_activation == "tanh" else 2 * torch.sigmoid(e)
-        log_alpha = -per_value_head(A_log) * F.softplus(a.to(dtype) + dt_bias.to(dtype))
-        beta = torch.sigmoid(b.to(dtype))
+        a, b, e, dt_bias = a.to(dtype), b.to(dtype), e.to(dtype), dt_bias.to(dtype)
+        eta = (
+            1 + torch.tanh(e / settings.tau)
+            if settings.eta_activation == "tanh"
+            else 2 * torch.sigmoid(e / settings.tau)
+        )
+        log_alpha = -_scale(A_log, a) * F.softplus(a + dt_bias)
+        beta = torch.sigmoid(b)
         if log_factor is not None:
-            squared_tangent = (eta * per_value_head(log_factor)).square()
+            squared_tangent = (eta * _scale(log_factor, a)).square()
             if settings.bound_alpha:
                 log_alpha = log_alpha - torch.log1p(squared_tangent)
             if settings.bound_beta:
                 beta = beta * (squared_tangent / (1 + squared_tangent))
         if settings.allow_neg_eigval:
             beta = 2 * beta
-        return Gates(log_alpha, self._log_mu(m, Mu_log, mu_bias, log_alpha, per_value_head), beta, eta)
-
-    def _log_mu(self, m, Mu_log, mu_bias, like: Tensor, per_value_head) -> Tensor:
-        if not self.settings.use_momentum:
-            return torch.full_like(like, -math.inf)
-        log_mu = -per_value_head(Mu_log) * F.softplus(m.to(like.dtype) + mu_bias.to(like.dtype))
-        return log_mu if self.settings.min_log_mu is None else log_mu.clamp_min(self.settings.min_log_mu)
+        if m is None or Mu_log is None or mu_bias is None:
+            return Gates(log_alpha, torch.full_like(log_alpha, -math.inf), beta, eta)
+        m = m.to(dtype)
+        log_mu = -_scale(Mu_log, m) * F.softplus(m + mu_bias.to(dtype))
+        return Gates(
+            log_alpha, log_mu if settings.min_log_mu is None else log_mu.clamp_min(settings.min_log_mu), beta, eta
+        )
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in vars(self.settings).items())
+
+
+def _scale(log_parameter: Tensor, like: Tensor) -> Tensor:
+    """exp of a per-key-head parameter, repeated for the value heads of its group."""
+    return log_parameter.to(like.dtype).exp().repeat_interleave(like.shape[-1] // log_parameter.shape[0])

@@ -1,8 +1,8 @@
 """How the tokens of one model call lie in its tensors: one object, made once, read by every layer.
 
 Either dense (``boundaries is None``): activations are ``[B, T, D]`` and row b is sequence b.
-Or packed: activations are ``[1, total, D]`` and sequence n is the slice ``offsets[n]:offsets[n + 1]``. A pack is made by
-the caller (``cu_seqlens``, restarting ``position_ids``) or by removing the padding of a batch, in which case
+Or packed: activations are ``[1, total, D]`` and sequence n is the slice ``offsets[n]:offsets[n + 1]``. A pack is made
+by the caller (``cu_seqlens``, restarting ``position_ids``) or by removing the padding of a batch, in which case
 sequence n is row n of that batch and may have no token at all.
 """
 
@@ -72,7 +72,7 @@ class TokenLayout:
         return torch.arange(self.past_length, self.past_length + time, device=device).unsqueeze(0)
 
     def rotary(self, dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin of RoPE's angles, float32 ``[B or 1, T, 1, dim / 2]``; computed once for all layers of the call."""
+        """cos and sin of RoPE's angles, float32 ``[B or 1, T, 1, dim / 2]``; computed once per call."""
         if (dim, theta) not in self._rotary:
             frequency = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
             angle = self.positions(device).unsqueeze(-1).unsqueeze(-1) * frequency

@@ -40,7 +40,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def flops_per_token(self, context: int) -> int:
-        """Floating-point operations of one token's forward pass that are not in ``nn.Linear`` products, at this context."""
+        """Floating-point operations of one token's forward pass outside ``nn.Linear``, after ``context`` tokens."""
         raise NotImplementedError
 
     def forward(

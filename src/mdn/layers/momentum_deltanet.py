@@ -12,6 +12,7 @@ Parameter names are those of the authors' code and of FLA's layer, so that weigh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -20,15 +21,13 @@ from torch import Tensor, nn
 from mdn import ops
 from mdn.layers.gates import Gates, GateSettings, StabilityGates
 from mdn.layers.layout import TokenLayout
-from mdn.layers.mixer import Mixer
-from mdn.layers.norms import GatedRMSNorm, RMSNorm
-from mdn.layers.short_conv import ShortConvolution
+from mdn.layers.projected_mixer import ProjectedMixer
 from mdn.layers.state import LayerState
 
 MODES = ("chunk", "fused_recurrent")
 
 
-class MomentumDeltaNet(Mixer):
+class MomentumDeltaNet(ProjectedMixer):
     """See the top of the file for the computation.
 
     Args:
@@ -76,30 +75,30 @@ class MomentumDeltaNet(Mixer):
         layer_idx: int | None = None,
     ):
         super().__init__()
+        if mode not in MODES:
+            raise ValueError(f"attn_mode must be one of {MODES}, got {mode!r}")
+        if tau_factor < 1:
+            raise ValueError(f"tau_factor must be at least 1, got {tau_factor}")
+        if momentum_block_size < 1:
+            raise ValueError(f"momentum_block_size must be at least 1, got {momentum_block_size}")
         self.layer_idx = layer_idx
         self.mode, self.backend, self.momentum_block_size = mode, backend, momentum_block_size
-        self.hidden_size, self.num_heads = hidden_size, num_heads
-        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        self.head_k_dim, self.head_v_dim = head_dim, int(head_dim * expand_v)
-        self.key_dim, self.value_dim = num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        self.use_gate, self.use_short_conv, self.conv_size = use_gate, use_short_conv, conv_size
         self.use_output_correction, self.use_momentum = use_output_correction, use_momentum
         self.use_p_times_alpha = use_p_times_alpha
-        self._check(head_dim, expand_v, tau_factor)
-
         settings = GateSettings(
             tau=math.sqrt(hidden_size / tau_factor),
             min_log_mu=min_log_mu,
-            use_momentum=use_momentum,
             bound_alpha=bound_alpha,
             bound_beta=bound_beta,
             eta_activation=eta_activation,
             allow_neg_eigval=allow_neg_eigval,
         )
         self.gate_map = StabilityGates(settings)
-        self._build_projections(conv_bias)
+        self.build_projections(
+            hidden_size, num_heads, num_v_heads, head_dim, expand_v, use_short_conv, conv_size, conv_bias
+        )
         self._build_gate_parameters(bound_alpha or bound_beta)
-        self._build_output(use_lora_gate, lora_gate_rank, gate_activation, norm_eps)
+        self.build_output(use_gate, norm_eps, gate_activation, use_lora_gate, lora_gate_rank)
         self.reset_parameters()
 
     @classmethod
@@ -133,31 +132,6 @@ class MomentumDeltaNet(Mixer):
             layer_idx=layer_idx,
         )
 
-    # ---------------------------------------------------------------- building
-
-    def _check(self, head_dim: int, expand_v: float, tau_factor: float) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"attn_mode must be one of {MODES}, got {self.mode!r}")
-        if not math.isclose(head_dim * expand_v, self.head_v_dim, rel_tol=1e-5) or self.head_v_dim < 1:
-            raise ValueError(f"expand_v * head_dim must be a positive integer, got {expand_v} * {head_dim}")
-        if self.num_v_heads % self.num_heads != 0:
-            raise ValueError(
-                f"num_v_heads must be a multiple of num_heads={self.num_heads}, got num_v_heads={self.num_v_heads}"
-            )
-        if tau_factor < 1:
-            raise ValueError(f"tau_factor must be at least 1, got {tau_factor}")
-        if self.momentum_block_size < 1:
-            raise ValueError(f"momentum_block_size must be at least 1, got {self.momentum_block_size}")
-
-    def _build_projections(self, conv_bias: bool) -> None:
-        self.q_proj = nn.Linear(self.hidden_size, self.key_dim, bias=False)
-        self.k_proj = nn.Linear(self.hidden_size, self.key_dim, bias=False)
-        self.v_proj = nn.Linear(self.hidden_size, self.value_dim, bias=False)
-        if self.use_short_conv:
-            self.q_conv1d = ShortConvolution(self.key_dim, self.conv_size, conv_bias)
-            self.k_conv1d = ShortConvolution(self.key_dim, self.conv_size, conv_bias)
-            self.v_conv1d = ShortConvolution(self.value_dim, self.conv_size, conv_bias)
-
     def _build_gate_parameters(self, bounded: bool) -> None:
         self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
@@ -173,19 +147,6 @@ class MomentumDeltaNet(Mixer):
             self.log_factor = nn.Parameter(torch.empty(self.num_heads))
         if self.use_output_correction:
             self.D_log = nn.Parameter(torch.empty(self.num_heads))
-
-    def _build_output(self, use_lora_gate: bool, rank: int | None, gate_activation: str, norm_eps: float) -> None:
-        self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
-        if not self.use_gate:
-            self.o_norm: RMSNorm = RMSNorm(self.head_v_dim, norm_eps)
-            return
-        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, gate_activation)
-        self.g_proj: nn.Module = nn.Linear(self.hidden_size, self.value_dim, bias=False)
-        if use_lora_gate:
-            rank = self.head_v_dim if rank is None else rank
-            self.g_proj = nn.Sequential(
-                nn.Linear(self.hidden_size, rank, bias=False), nn.Linear(rank, self.value_dim, bias=True)
-            )
 
     # ---------------------------------------------------------------- computing
 
@@ -203,63 +164,22 @@ class MomentumDeltaNet(Mixer):
             getattr(self, "log_factor", None),
         )
 
-    def mix(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
-        decoding = (
-            state is not None
-            and layout.boundaries is None
-            and hidden_states.shape[1] == 1
-            and state.recurrent(0) is not None
-        )
-        if decoding:
-            assert state is not None
-            q, k, v = self._step_inputs(hidden_states[:, 0], state)
-            o = self._step(q, k, v, self.gates(hidden_states[:, 0]), state).unsqueeze(1)
-        else:
-            q, k, v = self._inputs(hidden_states, layout, state)
-            o = self._run(q, k, v, self.gates(hidden_states), layout, state)
-        return self._output(o, hidden_states)
-
-    def _inputs(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> tuple[Tensor, ...]:
-        streams = [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
-        if not self.use_short_conv:
-            return self._split_heads(*(nn.functional.silu(x) for x in streams))
-        for number, convolution in enumerate((self.q_conv1d, self.k_conv1d, self.v_conv1d)):
-            before = None if state is None else state.conv(number)
-            streams[number], after = convolution(streams[number], layout, before, return_state=state is not None)
-            if state is not None:
-                state.write_conv(after, number)
-        return self._split_heads(*streams)
-
-    def _step_inputs(self, hidden_states: Tensor, state: LayerState) -> tuple[Tensor, ...]:
-        """The same for one token ``[B, D]``; the convolution states move on in place."""
-        streams = [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
-        if not self.use_short_conv:
-            return self._split_heads(*(nn.functional.silu(x) for x in streams))
-        for number, convolution in enumerate((self.q_conv1d, self.k_conv1d, self.v_conv1d)):
-            streams[number] = convolution.step(streams[number], state.conv(number))
-        return self._split_heads(*streams)
-
-    def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k = q.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, (self.num_heads, -1))
-        if self.use_output_correction:
-            q = q - self.D_log.exp().unsqueeze(-1).to(q.dtype) * k
-        return q, k, v.unflatten(-1, (self.num_v_heads, -1))
-
-    def _run(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, layout: TokenLayout, state: LayerState | None
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None
     ) -> Tensor:
-        before = None if state is None else state.recurrent(0)
-        if before is not None:
-            before = torch.stack([before, state.recurrent(1)])
+        gates = self.gates(hidden_states)
+        before = None
+        if state is not None and state.recurrent(0) is not None:
+            before = torch.stack([state.held_recurrent(0), state.held_recurrent(1)])
         arguments: dict[str, Any] = {
             "beta": gates.beta,
             "eta": gates.eta,
             "initial_state": before,
             "output_final_state": state is not None,
             "cu_seqlens": layout.boundaries,
-            "use_qk_l2norm_in_kernel": True,
             "use_p_times_alpha": self.use_p_times_alpha,
         }
+        rule: Callable[..., tuple[Tensor, Tensor | None]]
         if self.momentum_block_size > 1:
             rule = ops.blockwise_momentum_delta_rule
             arguments["block_size"] = self.momentum_block_size
@@ -267,42 +187,32 @@ class MomentumDeltaNet(Mixer):
             rule = ops.chunk_momentum_delta_rule if self.mode == "chunk" else ops.fused_recurrent_momentum_delta_rule
             # The gate map cannot leave its range, so the values need not be read again.
             arguments |= {"backend": self.backend, "check_gates": False}
-        o, after = rule(q, k, v, gates.log_alpha, gates.log_mu, **arguments)
-        if state is not None:
+        o, after = rule(self._corrected(q, k), k, v, gates.log_alpha, gates.log_mu, **arguments)
+        if state is not None and after is not None:
             state.write_recurrent(after[0], 0)
             state.write_recurrent(after[1], 1)
         return o
 
-    def _step(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: LayerState) -> Tensor:
-        """One token per sequence, ``[B, H, D]``; S and M are updated in place where the cache holds them."""
+    def step(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, state: LayerState) -> Tensor:
+        """Always token by token, also in a model that was trained with blocks."""
+        gates = self.gates(hidden_states)
         return ops.momentum_delta_step(
-            *(q, k, v, gates.log_alpha, gates.log_mu, None, gates.beta, gates.eta),
-            (state.recurrent(0), state.recurrent(1)),
+            *(self._corrected(q, k), k, v, gates.log_alpha, gates.log_mu, None, gates.beta, gates.eta),
+            (state.held_recurrent(0), state.held_recurrent(1)),
             use_p_times_alpha=self.use_p_times_alpha,
             backend=self.backend,
         )
 
-    def _output(self, o: Tensor, hidden_states: Tensor) -> Tensor:
-        if self.use_gate:
-            o = self.o_norm(o, self.g_proj(hidden_states).unflatten(-1, (self.num_v_heads, -1)))
-        else:
-            o = self.o_norm(o)
-        return self.o_proj(o.flatten(-2))
+    def _corrected(self, q: Tensor, k: Tensor) -> Tensor:
+        """q - d k, with d = exp(D_log) per key head."""
+        return (q - self.D_log.exp().unsqueeze(-1) * k).to(q.dtype) if self.use_output_correction else q
 
     # ---------------------------------------------------------------- facts
 
     def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         state = (self.num_v_heads, self.head_k_dim, self.head_v_dim)
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {
-            "S": (state, torch.float32),
-            "M": (state, torch.float32),
-        }
-        if self.use_short_conv:
-            shapes["conv"] = ((2 * self.key_dim + self.value_dim, self.conv_size - 1), None)
-        return shapes
+        return {"S": (state, torch.float32), "M": (state, torch.float32), **self.conv_state_shape()}
 
     def flops_per_token(self, context: int) -> int:
-        """The recurrence itself: error, write, two decays with their sums, read-out; and the convolutions."""
-        rule = 10 * self.num_v_heads * self.head_k_dim * self.head_v_dim
-        convolutions = 2 * self.conv_size * (2 * self.key_dim + self.value_dim) if self.use_short_conv else 0
-        return rule + convolutions
+        """Per entry of the state: probing 2, momentum's decay and write 3, the weight's decay and step 3, reading 2."""
+        return 10 * self.num_v_heads * self.head_k_dim * self.head_v_dim + self.conv_flops()

@@ -7,11 +7,13 @@ The statistics are computed in float32 (float64 for float64 inputs) and the resu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-GATE_ACTIVATIONS = {"sigmoid": torch.sigmoid, "swish": F.silu, "silu": F.silu}
+GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu, "silu": F.silu}
 
 
 class RMSNorm(nn.Module):

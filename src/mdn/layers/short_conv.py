@@ -1,7 +1,7 @@
 """Causal depthwise convolution over the last few tokens, followed by SiLU: ``y_t = silu(sum_j w_j x_{t - W + 1 + j})``.
 
-Shapes: x, y ``[B, T, C]`` or packed ``[1, total, C]``; weight ``[C, 1, W]``; state ``[N, C, W - 1]``, the last inputs of
-every sequence, oldest first. No sequence of a pack sees another one: each gets its own W - 1 places in front, filled
+Shapes: x, y ``[B, T, C]`` or packed ``[1, total, C]``; weight ``[C, 1, W]``; state ``[N, C, W - 1]``, the last inputs
+of every sequence, oldest first. No sequence of a pack sees another one: each gets its own W - 1 places in front, filled
 with its state or with zeros.
 """
 

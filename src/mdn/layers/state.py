@@ -37,6 +37,18 @@ class LayerState:
         layer = self.layer
         return layer.recurrent_states.get(number) if layer.has_previous_state.get(number) else None
 
+    def held_conv(self, number: int = 0) -> Tensor:
+        """The held tensor itself, to be updated in place; it is an error if nothing came before."""
+        return self._held(self.conv(number), "convolution", number)
+
+    def held_recurrent(self, number: int = 0) -> Tensor:
+        return self._held(self.recurrent(number), "recurrent", number)
+
+    def _held(self, found: Tensor | None, kind: str, number: int) -> Tensor:
+        if found is None:
+            raise ValueError(f"past_key_values has no {kind} state {number} for layer {self.layer_idx} yet")
+        return found
+
     def write_conv(self, state: Tensor, number: int = 0) -> None:
         self.layer.update_conv_state(state.detach(), number)
 

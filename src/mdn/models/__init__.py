@@ -1,4 +1,4 @@
-"""The Hugging Face language model. Importing this package registers it with AutoConfig, AutoModel and AutoModelForCausalLM."""
+"""The Hugging Face language model; importing this package registers it with transformers' Auto classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

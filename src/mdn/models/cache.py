@@ -37,19 +37,22 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
                 flags[self.number_of_states] = False
             self.number_of_states += 1
 
-    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs
+    ) -> Tensor:
         """Replaces the state; the mixer hands in the complete new one."""
         self._make_room(state_idx)
         if not self.is_conv_states_initialized[state_idx]:
             self.lazy_initialization(conv_states=conv_states, state_idx=state_idx)
-        self.conv_states[state_idx].copy_(conv_states)
+        held = self.conv_states[state_idx]
+        assert held is not None
         self.has_previous_state[state_idx] = True
-        return self.conv_states[state_idx]
+        return held.copy_(conv_states)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
         self._make_room(state_idx)
-        if self.device is None:
-            self.dtype, self.device = recurrent_states.dtype, recurrent_states.device
+        if self.device is None:  # a mixer without convolutions
+            self.device = recurrent_states.device  # type: ignore[assignment]
         state = super().update_recurrent_state(recurrent_states, state_idx)
         self.has_previous_state[state_idx] = True
         return state
@@ -89,7 +92,7 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
     # ---------------------------------------------------------------- what a recurrent state cannot do
 
     @property
-    def is_croppable(self) -> bool:
+    def is_croppable(self) -> bool:  # type: ignore[override]
         return False
 
     def activate_past_recording(self) -> None:
@@ -98,7 +101,7 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:
             raise ValueError(
-                f"cannot remove {abs(tokens_to_remove)} tokens from the cache: a recurrent state does not keep the past. "
+                f"cannot remove {abs(tokens_to_remove)} tokens from the cache: a recurrent state forgets the past. "
                 "Copy the cache (copy.deepcopy) before the tokens that may be taken back. "
                 "For the same reason assisted decoding is not supported."
             )

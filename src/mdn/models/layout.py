@@ -1,4 +1,4 @@
-"""From the arguments of a model call to its :class:`TokenLayout`: the one place where padding and packing are decided."""
+"""From the arguments of a model call to its :class:`TokenLayout`: the one place that decides on padding and packing."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def make_layout(
 ) -> TokenLayout:
     """The layout of ``shape`` = (B, T) new tokens.
 
-    ``has_attention``: some layer needs to know which cached columns are tokens, and positions. ``all_tokens_valid``: the
-    caller knows that no new token is masked (decode steps of ``generate``), so that the mask is not read on the host.
+    ``has_attention``: some layer needs to know which cached columns are tokens, and positions. ``all_tokens_valid``:
+    the caller knows that no new token is masked (decode steps of ``generate``), so the mask is not read on the host.
     """
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != shape[1]):
         raise ValueError(f"position_ids must have shape [B, {shape[1]}], got {list(position_ids.shape)}")

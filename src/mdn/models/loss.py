@@ -46,7 +46,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor):  # type: ignore[override]
+    def backward(ctx, grad_loss: Tensor):
         grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
         return (*grads, None, None)
 

@@ -96,7 +96,7 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.embeddings
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:  # type: ignore[override]
         self.embeddings = value
 
     @can_return_tuple
@@ -133,9 +133,9 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
                 if hasattr(cache_layer, "advance"):
                     cache_layer.advance(layout.shape[1])
         return BaseModelOutputWithPast(
-            last_hidden_state=hidden_states,
+            last_hidden_state=hidden_states,  # type: ignore[arg-type]
             past_key_values=past_key_values,
-            hidden_states=(*states, hidden_states) if output_hidden_states else None,
+            hidden_states=(*states, hidden_states) if output_hidden_states else None,  # type: ignore[arg-type]
         )
 
     def layout_of(
@@ -152,7 +152,8 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
         """Where the tokens of a call with ``tokens [B, T, ...]`` are.
 
         ``attention_mask [B, past + T]`` marks tokens with 1. A pack is one row with ``cu_seqlens`` (or the Trainer's
-        ``cu_seq_lens_q``) or with ``position_ids`` that restart. ``all_tokens_valid=True`` promises that no new token is masked.
+        ``cu_seq_lens_q``) or with ``position_ids`` that restart. ``all_tokens_valid=True`` promises that no new token
+        is masked.
         """
         return make_layout(
             (tokens.shape[0], tokens.shape[1]),
@@ -201,7 +202,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         """Logits ``[B, T, V]`` and, with ``labels [B, T]`` (shifted here), the loss.
 
         With ``config.loss_chunk_size`` and labels the logits are never built and the output's ``logits`` is None.
-        Further arguments: ``cu_seqlens`` (see ``MomentumDeltaNetModel.layout_of``) and the Trainer's ``num_items_in_batch``.
+        Further arguments: ``cu_seqlens`` (see ``MomentumDeltaNetModel.layout_of``) and ``num_items_in_batch``.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None:
@@ -224,7 +225,10 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         if labels is not None:
             loss = self._loss(hidden_states, logits, labels, attention_mask, layout, **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=loss,  # type: ignore[arg-type]
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
         )
 
     def _loss(
@@ -244,8 +248,10 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
             valid = (
                 attention_mask[:, -labels.shape[1] :].bool() if layout.unpadded and attention_mask is not None else None
             )
-            packed = layout.boundaries is not None and not layout.unpadded
-            shift_labels = shift_labels_left(labels, valid, layout.boundaries.cu_seqlens[1:] - 1 if packed else None)
+            last = (
+                layout.boundaries.cu_seqlens[1:] - 1 if layout.boundaries is not None and not layout.unpadded else None
+            )
+            shift_labels = shift_labels_left(labels, valid, last)
         if logits is None:
             chunk_size = self.config.loss_chunk_size
             return chunked_linear_cross_entropy(
@@ -266,18 +272,10 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         """``generate`` asks for masks by layer type; this model reads the plain ``[B, T]`` one."""
         return attention_mask
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs,
-    ) -> dict[str, Any]:
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, next_sequence_length=next_sequence_length, is_first_iteration=is_first_iteration, **kwargs
-        )
-        # A token that was just generated is never padding, so a decode step need not look at the mask.
-        # (Only the decoding loop passes the number of new tokens and no first iteration; chunked prefill does not.)
-        if next_sequence_length == 1 and not is_first_iteration:
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        # A token that was just generated is never padding, so a decode step need not look at the mask. (Only the
+        # decoding loop says how many tokens are new without calling it the first iteration; chunked prefill does not.)
+        if kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
             inputs["all_tokens_valid"] = True
         return inputs
