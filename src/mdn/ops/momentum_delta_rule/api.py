@@ -225,7 +225,9 @@ def momentum_delta_step(
     expected = (v.shape[0] if state_indices is None else fast_weight.shape[0], v.shape[1], q.shape[2], v.shape[2])
     for name, x in (("S", fast_weight), ("M", momentum)):
         if tuple(x.shape) != expected:
-            raise ValueError(f"state must have shape [2, slots, HV, K, V]: {name} is {list(x.shape)}, not {list(expected)}")
+            raise ValueError(
+                f"state must have shape [2, slots, HV, K, V]: {name} is {list(x.shape)}, not {list(expected)}"
+            )
         if x.dtype != compute_dtype(q):
             raise ValueError(f"state must be {compute_dtype(q)} to be updated in place, got {x.dtype}")
     if state_indices is not None and tuple(state_indices.shape) != (v.shape[0],):

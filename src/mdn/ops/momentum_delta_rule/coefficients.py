@@ -13,20 +13,8 @@ cumulative sums: a gate of -inf gives exact zeros, a tiny gate does not spoil it
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
-
-
-@lru_cache(maxsize=32)
-def _strictly_upper(size: int, device: torch.device) -> Tensor:
-    return torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
-
-
-@lru_cache(maxsize=32)
-def _not_strictly_lower(size: int, device: torch.device) -> Tensor:
-    return torch.ones(size, size, dtype=torch.bool, device=device).triu(0)
 
 
 def segment_decay(log_gate: Tensor) -> Tensor:
@@ -34,17 +22,14 @@ def segment_decay(log_gate: Tensor) -> Tensor:
     batch, size = log_gate.shape
     sums = log_gate.new_zeros(batch, size + 1, size + 1)
     sums[:, 1:] = log_gate.unsqueeze(-1)
-    sums.masked_fill_(_not_strictly_lower(size + 1, log_gate.device), 0.0)
-    decay = sums.cumsum(-2).exp_()
-    return decay.masked_fill_(_strictly_upper(size + 1, log_gate.device), 0.0)
+    return sums.tril_(-1).cumsum(-2).exp_().tril_()
 
 
 def segment_decay_adjoint(grad_decay: Tensor, decay: Tensor) -> Tensor:
     """Gradient of the log gates: log gate l is in every segment that begins before l and ends at l or later."""
     weighted = grad_decay * decay
     ends_at_or_after = weighted.flip(-2).cumsum(-2).flip(-2)
-    ends_at_or_after.masked_fill_(_not_strictly_lower(decay.shape[-1], decay.device), 0.0)
-    return ends_at_or_after.sum(-1)[:, 1:]
+    return ends_at_or_after.tril_(-1).sum(-1)[:, 1:]
 
 
 def momentum_coefficients(log_alpha: Tensor, log_mu: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +40,12 @@ def momentum_coefficients(log_alpha: Tensor, log_mu: Tensor, beta: Tensor) -> tu
 
 
 def momentum_coefficients_adjoint(
-    grad_decay_alpha: Tensor, grad_decay_mu: Tensor, grad_gamma: Tensor, decay_alpha: Tensor, decay_mu: Tensor, beta: Tensor
+    grad_decay_alpha: Tensor,
+    grad_decay_mu: Tensor,
+    grad_gamma: Tensor,
+    decay_alpha: Tensor,
+    decay_mu: Tensor,
+    beta: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of log_alpha, log_mu and beta ``[Z, C]``. The first two arguments are overwritten."""
     into_scaled_mu = torch.bmm(decay_alpha[:, :, 1:].mT, grad_gamma)

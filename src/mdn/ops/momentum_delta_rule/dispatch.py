@@ -117,7 +117,9 @@ def _no_second_backward(ctx, *grads):
 
 
 torch.library.register_autograd("mdn::momentum_delta_rule", _backward, setup_context=_remember)
-torch.library.register_autograd("mdn::momentum_delta_rule_backward", _no_second_backward, setup_context=lambda *a, **k: None)
+torch.library.register_autograd(
+    "mdn::momentum_delta_rule_backward", _no_second_backward, setup_context=lambda *a, **k: None
+)
 
 
 @torch.library.custom_op("mdn::momentum_delta_step", mutates_args=("fast_weight", "momentum"))

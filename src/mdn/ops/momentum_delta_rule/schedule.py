@@ -12,7 +12,7 @@ beyond whole chunks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -23,7 +23,7 @@ from mdn.ops.boundaries import SequenceBoundaries
 
 @dataclass(frozen=True)
 class Group:
-    """Rounds computed together. ``rows`` holds, per chunk, its tokens as rows of the flattened input."""
+    """Rounds computed together."""
 
     tokens: Tensor
     """int64 [chunks, C]: row of each token in a [B * T, ...] tensor; padding points at row 0"""
@@ -31,6 +31,19 @@ class Group:
     """bool [chunks, C]: True where the chunk has no token; None when all chunks are full"""
     rounds: tuple[tuple[int, int], ...]
     """(first chunk, end) of each round in this group; round r covers the first ``end - first`` sequences of the slab"""
+    _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+
+    def rows(self, heads: int, repeats: int = 1) -> Tensor:
+        """int64 [chunks * heads * repeats * C]: rows of a [B * T * heads, D] tensor, each head taken ``repeats`` times."""
+        if (heads, repeats) not in self._rows:
+            head = torch.arange(heads, device=self.tokens.device).repeat_interleave(repeats)
+            self._rows[heads, repeats] = (self.tokens.unsqueeze(1) * heads + head.unsqueeze(-1)).reshape(-1)
+        return self._rows[heads, repeats]
+
+    def kept(self, heads: int) -> Tensor:
+        """bool [chunks * heads * C]: where there is a token."""
+        assert self.padding is not None
+        return ~self.padding.unsqueeze(1).expand(-1, heads, -1).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,12 @@ def make_schedule(
 
 
 def _make_slab(
-    sequences: list[int], starts: tuple[int, ...], lengths: tuple[int, ...], chunk_size: int, most: int, device: torch.device
+    sequences: list[int],
+    starts: tuple[int, ...],
+    lengths: tuple[int, ...],
+    chunk_size: int,
+    most: int,
+    device: torch.device,
 ) -> Slab:
     counts = [-(-lengths[n] // chunk_size) for n in sequences]
     groups = []

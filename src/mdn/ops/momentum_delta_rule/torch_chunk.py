@@ -19,41 +19,42 @@ import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader, ChunkWriter
+from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader, ChunkWriter, GateGradientWriter, Gates, Unit
 from mdn.ops.momentum_delta_rule.coefficients import momentum_coefficients, momentum_coefficients_adjoint, segment_decay
 from mdn.ops.momentum_delta_rule.options import RuleOptions, compute_dtype
 from mdn.ops.momentum_delta_rule.schedule import Group, Slab, choose_chunk_size, make_schedule, sequences_of
 
-# (chunk, head) pairs prepared at once; and bytes of chunk-start states held at once in the backward pass.
-PAIRS_AT_ONCE = 64
-STATE_BYTES_AT_ONCE = 16 * 2**20
+# (chunk, head) pairs worked on at once, and bytes of their states: larger batches fall out of the caches, and larger
+# temporaries are given back to the system after each use and fault in again.
+PAIRS_AT_ONCE = 128
+STATE_BYTES_AT_ONCE = 8 * 2**20
 
 
 @dataclass
 class Chunk:
-    """Everything about a group's chunks that does not depend on the state."""
+    """Everything about a group's chunks that does not depend on the state. khat = eta k, phat = alpha p."""
 
-    key: Tensor  # [Z, C, K], normalised
-    probe_query: Tensor  # [Z, 2C, K], normalised: rows of p, then rows of q
-    value: Tensor  # [Z, C, V]
-    beta: Tensor  # [Z, C], as are the next two
-    eta: Tensor
-    alpha: Tensor  # what p is multiplied with: alpha, or ones
+    gates: Gates
+    key: Unit
+    probe: Unit  # the same object as key when p is not given
+    query: Unit
+    scaled_key: Tensor  # [Z, C, K]: khat
+    probe_query: Tensor  # [Z, 2C, K]: rows of phat, then rows of q
     decay_alpha: Tensor  # [Z, C+1, C+1], as are the next two
     decay_mu: Tensor
     gamma: Tensor
-    scores: Tensor  # [Z, 2C, C]: (P K^T), then (Q K^T), without coefficients
-    attend: Tensor  # [Z, C, C]
+    scores: Tensor  # [Z, 2C, C]: probe_query khat^T
+    attend: Tensor  # [Z, C, C]: (q khat^T) * gamma
     inverse: Tensor  # [Z, C, C]: (I + A)^-1
     read: Tensor  # [Z, 2C, 2K]: read_P, then read_Q
-    write: Tensor  # [Z, C, 2K]
+    write: Write
 
 
 @dataclass
 class Write:
     """The part of a chunk that advances the state."""
 
-    write: Tensor  # [Z, C, 2K]
+    rows: Tensor  # [Z, C, 2K]
     keep_fast_weight: Tensor  # [Z, 1, 1]: abar_C, as are the next two b_C and mbar_C
     leak_momentum: Tensor
     keep_momentum: Tensor
@@ -63,7 +64,7 @@ class Write:
         fast_weight, momentum = state.chunk(2, dim=1)
         fast_weight.mul_(self.keep_fast_weight[chunks]).addcmul_(momentum, self.leak_momentum[chunks], value=-1)
         momentum.mul_(self.keep_momentum[chunks])
-        state.baddbmm_(self.write[chunks].mT, errors)
+        state.baddbmm_(self.rows[chunks].mT, errors)
 
     def retreat_(self, grad_state: Tensor, chunks: slice) -> None:
         """D^T applied to the gradient of X', in place."""
@@ -89,34 +90,34 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(q)
     reader = ChunkReader(q, k, v, p, log_alpha, log_mu, beta, eta, options, dtype)
-    slabs = plan(q, v, boundaries, options.chunk_size)
     final_state = starting_states(initial_state, q, v, boundaries, dtype)
-    o = ChunkWriter(torch.empty_like(v, memory_format=torch.contiguous_format))
+    o = ChunkWriter.like(v)
     residual = ChunkWriter(v.new_empty(v.shape if save_residual else (0,), dtype=dtype))
-    for slab in slabs:
+    for slab in plan(q, v, boundaries, options.chunk_size):
         state = stacked(final_state, slab.sequences)
         for group in slab.groups:
-            chunk = prepare(reader, group, options)
-            advance = chunk_write(chunk)
-            outputs = torch.empty_like(chunk.value)
-            errors = torch.empty_like(chunk.value)
-            for first, end in group.rounds:
-                z = slice(first * reader.heads, end * reader.heads)
-                _forward_round(chunk, advance, z, state[: z.stop - z.start], outputs, errors)
-            o.put(outputs, group)
+            chunk = prepare(reader, group)
+            outputs, errors = _forward_group(chunk, group, reader.values(v, group), state, reader.heads)
+            o.put(outputs.mul_(options.scale), group)
             if save_residual:
                 residual.put(errors, group)
         unstack(state, final_state, slab.sequences)
     return o.tensor, final_state, residual.tensor
 
 
-def _forward_round(chunk: Chunk, advance: Write, z: slice, state: Tensor, outputs: Tensor, errors: Tensor) -> None:
-    size = chunk.key.shape[1]
-    target = torch.baddbmm(chunk.value[z], chunk.read[z, :size], state)
-    torch.bmm(chunk.inverse[z], target, out=errors[z])
-    torch.bmm(chunk.read[z, size:], state, out=outputs[z])
-    outputs[z].baddbmm_(chunk.attend[z], errors[z])
-    advance.advance_(state, errors[z], z)
+def _forward_group(chunk: Chunk, group: Group, values: Tensor, state: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Outputs (not yet scaled) and errors R [Z, C, V]; the state is advanced in place."""
+    size = values.shape[1]
+    outputs, errors = torch.empty_like(values), torch.empty_like(values)
+    for first, end in group.rounds:
+        z = slice(first * heads, end * heads)
+        current = state[: z.stop - z.start]
+        target = torch.baddbmm(values[z], chunk.read[z, :size], current)
+        torch.bmm(chunk.inverse[z], target, out=errors[z])
+        torch.bmm(chunk.read[z, size:], current, out=outputs[z])
+        outputs[z].baddbmm_(chunk.attend[z], errors[z])
+        chunk.write.advance_(current, errors[z], z)
+    return outputs, errors
 
 
 def backward(
@@ -137,54 +138,47 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     dtype = compute_dtype(q)
     reader = ChunkReader(q, k, v, p, log_alpha, log_mu, beta, eta, options, dtype)
-    slabs = plan(q, v, boundaries, options.chunk_size, state_bytes=STATE_BYTES_AT_ONCE)
     start = starting_states(initial_state, q, v, boundaries, dtype)
     grad_state_all = torch.zeros_like(start) if grad_final_state is None else grad_final_state.to(dtype, copy=True)
-    grads = GradientWriters(q, k, v, p, log_alpha, log_mu, beta, eta)
+    grads = GradientWriters(q, k, v, p, (log_alpha, log_mu, beta, eta), dtype)
+    slabs = plan(q, v, boundaries, options.chunk_size)
+    most = max((len(group.tokens) for slab in slabs for group in slab.groups), default=0) * reader.heads
+    state_buffers = start.new_empty(2, most, 2 * q.shape[-1], v.shape[-1])
     for slab in slabs:
-        group_starts = _group_start_states(reader, slab, start, residual, options)
+        group_starts = _group_start_states(reader, slab, start, residual)
         grad_state = stacked(grad_state_all, slab.sequences)
         for group, group_start in zip(reversed(slab.groups), reversed(group_starts)):
-            chunk = prepare(reader, group, options)
+            chunk = prepare(reader, group)
             errors = reader.values(residual, group)
-            _backward_group(chunk, group, group_start, errors, reader.values(grad_o, group), grad_state, grads, reader)
+            grad_outputs = reader.values(grad_o, group).mul_(options.scale)
+            states, grad_after = state_buffers[:, : errors.shape[0]]
+            _states_of_group(chunk.write, group, group_start, errors, states, reader.heads)
+            grad_targets = _backward_rounds(chunk, group, grad_outputs, grad_state, grad_after, reader.heads)
+            _chunk_gradients(chunk, group, states, grad_after, errors, grad_targets, grads, reader)
         unstack(grad_state, grad_state_all, slab.sequences)
     grad_initial = None if initial_state is None else grad_state_all.to(initial_state.dtype)
     return (*grads.results(), grad_initial)
 
 
-def _backward_group(
-    chunk: Chunk,
-    group: Group,
-    group_start: Tensor,
-    errors: Tensor,
-    grad_outputs: Tensor,
-    grad_state: Tensor,
-    grads: GradientWriters,
-    reader: ChunkReader,
-) -> None:
-    """One group, last round first. Within a round everything that does not need the next one is left for later batches."""
-    size, heads = chunk.key.shape[1], reader.heads
-    advance = chunk_write(chunk)
-    states = _states_of_group(advance, group, group_start, errors, heads)
-    grad_after = torch.empty_like(states)  # gradient of X' of every chunk
-    # rows of dW, then rows of dO: one product then serves dX, d(read) and d(scores) of both halves
+def _backward_rounds(
+    chunk: Chunk, group: Group, grad_outputs: Tensor, grad_state: Tensor, grad_after: Tensor, heads: int
+) -> Tensor:
+    """Rounds in reverse: only what must be sequential.
+
+    Fills ``grad_after`` [Z, 2K, V] with the gradient of X' of every chunk, moves ``grad_state`` to before the group, and
+    returns rows of dW, then rows of dO, [Z, 2C, V]: one product then serves d(read) and d(scores) of both halves.
+    """
+    size = grad_outputs.shape[1]
     grad_targets = torch.cat([torch.bmm(chunk.attend.mT, grad_outputs), grad_outputs], dim=1)
     for first, end in reversed(group.rounds):
         z = slice(first * heads, end * heads)
         current = grad_state[: z.stop - z.start]
         grad_after[z] = current
-        grad_errors = torch.baddbmm(grad_targets[z, :size], chunk.write[z], current)
-        grad_targets[z, :size] = torch.bmm(chunk.inverse[z].mT, grad_errors)
-        advance.retreat_(current, z)
+        grad_errors = torch.baddbmm(grad_targets[z, :size], chunk.write.rows[z], current)
+        torch.bmm(chunk.inverse[z].mT, grad_errors, out=grad_targets[z, :size])
+        chunk.write.retreat_(current, z)
         current.baddbmm_(chunk.read[z].mT, grad_targets[z])
-    grad_read = torch.bmm(grad_targets, states.mT)
-    grad_write = torch.bmm(errors, grad_after.mT)
-    grad_scores = torch.bmm(grad_targets, errors.mT)
-    grad_scores[:, :size].neg_()  # R = (I + A)^-1 W  =>  dA = -dW R^T
-    grad_mixing = _mixing_gradients(states, grad_after)
-    _chunk_gradients(chunk, group, grad_read, grad_write, grad_scores, grad_mixing, grads, reader)
-    grads.value.put(grad_targets[:, :size], group)
+    return grad_targets
 
 
 def _mixing_gradients(states: Tensor, grad_after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,47 +195,42 @@ def _mixing_gradients(states: Tensor, grad_after: Tensor) -> tuple[Tensor, Tenso
 def _chunk_gradients(
     chunk: Chunk,
     group: Group,
-    grad_read: Tensor,
-    grad_write: Tensor,
-    grad_scores: Tensor,
-    grad_mixing: tuple[Tensor, Tensor, Tensor],
+    states: Tensor,
+    grad_after: Tensor,
+    errors: Tensor,
+    grad_targets: Tensor,
     grads: GradientWriters,
     reader: ChunkReader,
 ) -> None:
-    """From the gradients of read, write and scores to those of q, k, p and the gates."""
-    size = chunk.key.shape[1]
-    alpha, eta, scale = chunk.alpha, chunk.eta, reader.options.scale
-    row_factor = torch.cat([alpha, torch.full_like(alpha, scale)], dim=1)  # [Z, 2C]
-    gamma_rows = torch.cat([chunk.gamma[:, :-1, 1:], chunk.gamma[:, 1:, 1:]], dim=1)  # [Z, 2C, C]
+    """From the states and their gradients to the gradients of q, k, v, p and the gates."""
+    size = errors.shape[1]
+    grad_read = torch.bmm(grad_targets, states.mT).unflatten(-1, (2, -1))
+    grad_write = torch.bmm(errors, grad_after.mT).unflatten(-1, (2, -1))
+    grad_scores = torch.bmm(grad_targets, errors.mT)
+    grad_scores[:, :size].neg_()  # R = (I + A)^-1 W  =>  dA = -dW R^T
 
-    # scores * gamma * row_factor_i * eta_j
-    weighted = grad_scores * chunk.scores
-    outer = row_factor.unsqueeze(-1) * eta.unsqueeze(1)
-    grad_gamma_rows = weighted * outer
-    weighted.mul_(gamma_rows)
-    grad_row_factor = torch.bmm(weighted, eta.unsqueeze(-1)).squeeze(-1)
-    grad_eta = torch.bmm(row_factor.unsqueeze(1), weighted).squeeze(1)
-    grad_scores.mul_(gamma_rows).mul_(outer)
-    grad_probe_query = torch.bmm(grad_scores, chunk.key)
-    grad_key = torch.bmm(grad_scores.mT, chunk.probe_query)
+    signed, last = read_coefficients(chunk.decay_alpha, chunk.gamma), write_coefficients(chunk.decay_mu, chunk.gamma)
+    grad_gates = _coefficient_gradients(
+        chunk,
+        grad_scores * chunk.scores,
+        along(grad_read, chunk.probe_query),
+        along(grad_write, chunk.scaled_key),
+        _mixing_gradients(states, grad_after),
+    )
+    grad_scores = times_gamma(grad_scores, chunk.gamma)
+    grad_probe_query = torch.bmm(grad_scores, chunk.scaled_key)
+    grad_scaled_key = torch.bmm(grad_scores.mT, chunk.probe_query)
+    gather_(grad_probe_query, grad_read, signed)
+    gather_(grad_scaled_key, grad_write, last)
+    grads.value.put(grad_targets[:, :size], group)
+    _vector_gradients(chunk, group, grad_probe_query, grad_scaled_key, grad_gates, grads, reader)
 
-    # read = probe_query * row_factor * (signed abar, b of the row)
-    signed = read_coefficients(chunk)
-    grad_read = grad_read.unflatten(-1, (2, -1))
-    pull = torch.einsum("zcsk,zck->zcs", grad_read, chunk.probe_query)
-    grad_row_factor += (pull * signed).sum(-1)
-    grad_signed = pull * row_factor.unsqueeze(-1)
-    grad_probe_query += torch.einsum("zcsk,zcs->zck", grad_read, signed * row_factor.unsqueeze(-1))
 
-    # write = key * eta * (gamma_C, -decay_mu_C)
-    last = torch.stack([chunk.gamma[:, -1, 1:], -chunk.decay_mu[:, -1, 1:]], dim=-1)
-    grad_write = grad_write.unflatten(-1, (2, -1))
-    pull = torch.einsum("zcsk,zck->zcs", grad_write, chunk.key)
-    grad_eta += (pull * last).sum(-1)
-    grad_last = pull * eta.unsqueeze(-1)
-    grad_key += torch.einsum("zcsk,zcs->zck", grad_write, last * eta.unsqueeze(-1))
-
-    # collect everything that reads decay_alpha, decay_mu and gamma
+def _coefficient_gradients(
+    chunk: Chunk, grad_gamma_rows: Tensor, grad_signed: Tensor, grad_last: Tensor, grad_mixing: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of log_alpha, log_mu and beta: collect all that reads decay_alpha, decay_mu and gamma."""
+    size = chunk.scaled_key.shape[1]
     grad_abar_end, grad_b_end, grad_mbar_end = grad_mixing
     grad_gamma = torch.zeros_like(chunk.gamma)
     grad_gamma[:, :-1, 1:] = grad_gamma_rows[:, :size]
@@ -257,59 +246,105 @@ def _chunk_gradients(
     grad_decay_mu = torch.zeros_like(chunk.gamma)
     grad_decay_mu[:, -1, 1:] -= grad_last[..., 1]
     grad_decay_mu[:, -1, 0] += grad_mbar_end
-    grad_log_alpha, grad_log_mu, grad_beta = momentum_coefficients_adjoint(
-        grad_decay_alpha, grad_decay_mu, grad_gamma, chunk.decay_alpha, chunk.decay_mu, chunk.beta
+    return momentum_coefficients_adjoint(
+        grad_decay_alpha, grad_decay_mu, grad_gamma, chunk.decay_alpha, chunk.decay_mu, chunk.gates.beta
     )
-    if reader.options.p_times_alpha:
-        grad_log_alpha += grad_row_factor[:, :size] * alpha
 
-    grads.put_gates(group, grad_log_alpha, grad_log_mu, grad_beta, grad_eta)
-    grads.put_vectors(group, reader, chunk, grad_key, grad_probe_query)
+
+def _vector_gradients(
+    chunk: Chunk,
+    group: Group,
+    grad_probe_query: Tensor,
+    grad_scaled_key: Tensor,
+    grad_gates: tuple[Tensor, Tensor, Tensor],
+    grads: GradientWriters,
+    reader: ChunkReader,
+) -> None:
+    """Through khat = eta k, phat = alpha p and the norms. The inner products with the unit vectors serve the gates too."""
+    size = grad_scaled_key.shape[1]
+    grad_log_alpha, grad_log_mu, grad_beta = grad_gates
+    grad_probe, grad_query = grad_probe_query[:, :size], grad_probe_query[:, size:]
+    along_query = (grad_query * chunk.query.rows).sum(-1, keepdim=True)
+    grad_eta = (grad_scaled_key * chunk.key.rows).sum(-1, keepdim=True)
+    along_probe = (grad_probe * chunk.probe.rows).sum(-1, keepdim=True)
+    eta = chunk.gates.eta.unsqueeze(-1)
+    if reader.options.p_times_alpha:
+        alpha = chunk.gates.log_alpha.exp().unsqueeze(-1)
+        along_probe = along_probe * alpha
+        grad_log_alpha += along_probe.squeeze(-1)
+        grad_probe = grad_probe * alpha
+
+    grad_key, along_key = grad_scaled_key * eta, grad_eta * eta
+    if grads.probe is None:
+        grad_key, along_key = grad_key.add_(grad_probe), along_key + along_probe
+    else:
+        grads.probe.put(reader.raw_gradient(grad_probe, along_probe, chunk.probe), group)
+    grads.key.put(reader.raw_gradient(grad_key, along_key, chunk.key), group)
+    grads.query.put(reader.raw_gradient(grad_query, along_query, chunk.query), group)
+    grads.gates.put((grad_log_alpha, grad_log_mu, grad_beta, grad_eta.squeeze(-1)), group)
 
 
 # -------------------------------------------------------------------------------------------------- chunk-local work
 
 
-def prepare(reader: ChunkReader, group: Group, options: RuleOptions) -> Chunk:
-    key, probe_query = reader.keys(group)
-    log_alpha, log_mu, beta, eta = reader.gates(group)
-    decay_alpha, decay_mu, gamma = momentum_coefficients(log_alpha, log_mu, beta)
-    alpha = log_alpha.exp() if options.p_times_alpha else torch.ones_like(log_alpha)
-    size = key.shape[1]
+def prepare(reader: ChunkReader, group: Group) -> Chunk:
+    gates = reader.gates(group)
+    key, query = reader.unit(reader.k, group), reader.unit(reader.q, group)
+    probe = key if reader.p is None else reader.unit(reader.p, group)
+    scaled_key = key.rows * gates.eta.unsqueeze(-1)
+    scaled_probe = probe.rows * gates.log_alpha.exp().unsqueeze(-1) if reader.options.p_times_alpha else probe.rows
+    probe_query = torch.cat([scaled_probe, query.rows], dim=1)
+    decay_alpha, decay_mu, gamma = momentum_coefficients(gates.log_alpha, gates.log_mu, gates.beta)
 
-    scores = torch.bmm(probe_query, key.mT)
-    attend = scores[:, size:] * gamma[:, 1:, 1:] * (options.scale * eta).unsqueeze(1)
-    system = scores[:, :size] * gamma[:, :-1, 1:] * alpha.unsqueeze(-1) * eta.unsqueeze(1)
-    identity = torch.eye(size, dtype=key.dtype, device=key.device).expand_as(system)
-    inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
-
-    chunk = Chunk(
-        key=key,
-        probe_query=probe_query,
-        value=reader.values(reader.v, group),
-        beta=beta,
-        eta=eta,
-        alpha=alpha,
-        decay_alpha=decay_alpha,
-        decay_mu=decay_mu,
-        gamma=gamma,
-        scores=scores,
-        attend=attend,
-        inverse=inverse,
-        read=key,
-        write=key,
+    size = scaled_key.shape[1]
+    scores = torch.bmm(probe_query, scaled_key.mT)
+    mixed = times_gamma(scores, gamma)
+    identity = torch.eye(size, dtype=gamma.dtype, device=gamma.device).expand(len(gamma), -1, -1)
+    inverse = torch.linalg.solve_triangular(mixed[:, :size], identity, upper=False, unitriangular=True)
+    write = Write(
+        spread(scaled_key, write_coefficients(decay_mu, gamma)),
+        decay_alpha[:, -1:, :1],
+        gamma[:, -1:, :1],
+        decay_mu[:, -1:, :1],
     )
-    row_factor = torch.cat([alpha, torch.full_like(alpha, options.scale)], dim=1)
-    chunk.read = spread(probe_query, read_coefficients(chunk) * row_factor.unsqueeze(-1))
-    chunk.write = spread(key, torch.stack([gamma[:, -1, 1:] * eta, -decay_mu[:, -1, 1:] * eta], dim=-1))
-    return chunk
+    read = spread(probe_query, read_coefficients(decay_alpha, gamma))
+    return Chunk(
+        gates,
+        key,
+        probe,
+        query,
+        scaled_key,
+        probe_query,
+        decay_alpha,
+        decay_mu,
+        gamma,
+        scores,
+        mixed[:, size:],
+        inverse,
+        read,
+        write,
+    )
 
 
-def read_coefficients(chunk: Chunk) -> Tensor:
+def times_gamma(rows: Tensor, gamma: Tensor) -> Tensor:
+    """[Z, 2C, C] * gamma: rows of P see the state before their token, rows of Q the state after it."""
+    size = rows.shape[-1]
+    product = torch.empty_like(rows)
+    torch.mul(rows[:, :size], gamma[:, :-1, 1:], out=product[:, :size])
+    torch.mul(rows[:, size:], gamma[:, 1:, 1:], out=product[:, size:])
+    return product
+
+
+def read_coefficients(decay_alpha: Tensor, gamma: Tensor) -> Tensor:
     """[Z, 2C, 2]: what multiplies the rows of P and Q in front of S and of M."""
-    before = torch.stack([-chunk.decay_alpha[:, :-1, 0], chunk.gamma[:, :-1, 0]], dim=-1)
-    after = torch.stack([chunk.decay_alpha[:, 1:, 0], -chunk.gamma[:, 1:, 0]], dim=-1)
+    before = torch.stack([-decay_alpha[:, :-1, 0], gamma[:, :-1, 0]], dim=-1)
+    after = torch.stack([decay_alpha[:, 1:, 0], -gamma[:, 1:, 0]], dim=-1)
     return torch.cat([before, after], dim=1)
+
+
+def write_coefficients(decay_mu: Tensor, gamma: Tensor) -> Tensor:
+    """[Z, C, 2]: what a write of the chunk is worth in S and in M at its end. Takes whole matrices or last rows."""
+    return torch.stack([gamma[:, -1, 1:], -decay_mu[:, -1, 1:]], dim=-1)
 
 
 def spread(rows: Tensor, factors: Tensor) -> Tensor:
@@ -317,41 +352,38 @@ def spread(rows: Tensor, factors: Tensor) -> Tensor:
     return (rows.unsqueeze(2) * factors.unsqueeze(-1)).flatten(2)
 
 
-def chunk_write(chunk: Chunk) -> Write:
-    return Write(
-        chunk.write,
-        chunk.decay_alpha[:, -1:, :1],
-        chunk.gamma[:, -1:, :1],
-        chunk.decay_mu[:, -1:, :1],
-    )
+def along(pairs: Tensor, rows: Tensor) -> Tensor:
+    """Inner products of pairs [Z, n, 2, K] with rows [Z, n, K]: the gradient of ``spread``'s factors."""
+    return (pairs * rows.unsqueeze(2)).sum(-1)
+
+
+def gather_(rows: Tensor, pairs: Tensor, factors: Tensor) -> None:
+    """Add factor-weighted pairs [Z, n, 2, K] to rows [Z, n, K], in place: the gradient of ``spread``'s rows."""
+    rows.addcmul_(pairs[:, :, 0], factors[..., :1]).addcmul_(pairs[:, :, 1], factors[..., 1:])
 
 
 def _write_only(reader: ChunkReader, group: Group) -> Write:
-    """The same from the last rows alone: cheaper than ``prepare`` where only the states are wanted."""
-    key = reader.only_keys(group)
-    log_alpha, log_mu, beta, eta = reader.gates(group)
-    decay_mu = segment_decay(log_mu)
-    tail = log_alpha.flip(-1).cumsum(-1).flip(-1)  # sum over l >= j
-    after = torch.cat([tail[:, 1:], torch.zeros_like(tail[:, :1])], dim=1).exp()  # prod_{l > j} alpha_l
-    gamma_last = torch.bmm((after * beta).unsqueeze(1), decay_mu[:, 1:])  # [Z, 1, C+1]
-    write = spread(key, torch.stack([gamma_last[:, 0, 1:] * eta, -decay_mu[:, -1, 1:] * eta], dim=-1))
-    return Write(write, tail[:, :1, None].exp(), gamma_last[:, :, :1], decay_mu[:, -1:, :1])
+    """The part of ``prepare`` that advances the state, from the last rows alone."""
+    gates = reader.gates(group)
+    decay_mu = segment_decay(gates.log_mu)
+    from_here = gates.log_alpha.flip(-1).cumsum(-1).flip(-1)  # sum over l >= j
+    after = torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], dim=1).exp()  # prod_{l > j} alpha_l
+    gamma_last = torch.bmm((after * gates.beta).unsqueeze(1), decay_mu[:, 1:])  # [Z, 1, C+1]
+    scaled_key = reader.unit(reader.k, group).rows.mul_(gates.eta.unsqueeze(-1))
+    rows = spread(scaled_key, write_coefficients(decay_mu, gamma_last))
+    return Write(rows, from_here[:, :1, None].exp(), gamma_last[:, :, :1], decay_mu[:, -1:, :1])
 
 
 # ---------------------------------------------------------------------------------------------------------- states
 
 
-def plan(
-    q: Tensor, v: Tensor, boundaries: SequenceBoundaries | None, chunk_limit: int, state_bytes: int | None = None
-) -> tuple[Slab, ...]:
+def plan(q: Tensor, v: Tensor, boundaries: SequenceBoundaries | None, chunk_limit: int) -> tuple[Slab, ...]:
     starts, lengths = sequences_of(v.shape[0], v.shape[1], boundaries)
-    longest = max(lengths, default=0)
-    mean = sum(lengths) / max(1, sum(1 for n in lengths if n))
-    size = choose_chunk_size(chunk_limit, longest, mean, q.shape[-1])
-    most = PAIRS_AT_ONCE
-    if state_bytes is not None:
-        one_state = 2 * q.shape[-1] * v.shape[-1] * compute_dtype(q).itemsize
-        most = min(most, max(1, state_bytes // one_state))
+    filled = [length for length in lengths if length]
+    mean = sum(filled) / max(1, len(filled))
+    size = choose_chunk_size(chunk_limit, max(lengths, default=0), mean, q.shape[-1])
+    one_state = 2 * q.shape[-1] * v.shape[-1] * compute_dtype(q).itemsize
+    most = min(PAIRS_AT_ONCE, max(1, STATE_BYTES_AT_ONCE // one_state))
     return make_schedule(starts, lengths, size, v.shape[-2], most, v.device)
 
 
@@ -377,62 +409,42 @@ def unstack(state: Tensor, states: Tensor, sequences: tuple[int, ...]) -> None:
     states[:, list(sequences)] = state.unflatten(0, (-1, heads)).unflatten(2, (2, key_dim)).permute(2, 0, 1, 3, 4)
 
 
-def _group_start_states(
-    reader: ChunkReader, slab: Slab, start: Tensor, residual: Tensor, options: RuleOptions
-) -> list[Tensor]:
+def _group_start_states(reader: ChunkReader, slab: Slab, start: Tensor, residual: Tensor) -> list[Tensor]:
     """The slab's state before each group, rebuilt from R."""
-    state = stacked(start, slab.sequences)
-    states = [state]
+    states = [stacked(start, slab.sequences)]
     for group in slab.groups[:-1]:
-        advance = _write_only(reader, group)
+        write = _write_only(reader, group)
         errors = reader.values(residual, group)
-        state = state.clone()
+        state = states[-1].clone()
         for first, end in group.rounds:
             z = slice(first * reader.heads, end * reader.heads)
-            advance.advance_(state[: z.stop - z.start], errors[z], z)
+            write.advance_(state[: z.stop - z.start], errors[z], z)
         states.append(state)
     return states
 
 
-def _states_of_group(advance: Write, group: Group, group_start: Tensor, errors: Tensor, heads: int) -> Tensor:
-    """[Z, 2K, V]: the state before every chunk of the group."""
-    states = group_start.new_empty(errors.shape[0], *group_start.shape[1:])
+def _states_of_group(
+    write: Write, group: Group, group_start: Tensor, errors: Tensor, states: Tensor, heads: int
+) -> None:
+    """Fills ``states`` [Z, 2K, V] with the state before every chunk of the group."""
     state = group_start.clone()
-    last_round = group.rounds[-1]
     for first, end in group.rounds:
         z = slice(first * heads, end * heads)
         current = state[: z.stop - z.start]
         states[z] = current
-        if (first, end) != last_round:
-            advance.advance_(current, errors[z], z)
-    return states
+        write.advance_(current, errors[z], z)
 
 
 class GradientWriters:
     """The gradients of q, k, v, p and the gates, filled group by group."""
 
-    def __init__(self, q, k, v, p, log_alpha, log_mu, beta, eta):
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, p: Tensor | None, gates: tuple[Tensor, ...], dtype: torch.dtype
+    ):
         self.query, self.key, self.value = (ChunkWriter.like(x) for x in (q, k, v))
         self.probe = None if p is None else ChunkWriter.like(p)
-        self.gates = [ChunkWriter.like(x) for x in (log_alpha, log_mu, beta, eta)]
-
-    def put_gates(self, group: Group, *gradients: Tensor) -> None:
-        for writer, gradient in zip(self.gates, gradients):
-            writer.put_gate(gradient, group)
-
-    def put_vectors(
-        self, group: Group, reader: ChunkReader, chunk: Chunk, grad_key: Tensor, grad_probe_query: Tensor
-    ) -> None:
-        size = chunk.key.shape[1]
-        grad_probe, grad_query = grad_probe_query[:, :size], grad_probe_query[:, size:]
-        if self.probe is None:
-            grad_key += grad_probe
-        else:
-            self.probe.put(reader.through_norm("p", grad_probe, chunk.probe_query[:, :size], group), group)
-        self.key.put(reader.through_norm("k", grad_key, chunk.key, group), group)
-        self.query.put(reader.through_norm("q", grad_query, chunk.probe_query[:, size:], group), group)
+        self.gates = GateGradientWriter(gates, dtype)
 
     def results(self) -> tuple[Tensor | None, ...]:
         probe = None if self.probe is None else self.probe.tensor
-        vectors = (self.query.tensor, self.key.tensor, self.value.tensor, probe)
-        return (*vectors, *(writer.tensor for writer in self.gates))
+        return (self.query.tensor, self.key.tensor, self.value.tensor, probe, *self.gates.results())
