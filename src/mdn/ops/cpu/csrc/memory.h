@@ -1,0 +1,138 @@
+// Scratch memory of one thread, and the rows of tensors that move between it and the caller's memory.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+#include <new>
+
+#include "vector.h"
+
+namespace mdn {
+
+constexpr long round_up(long x) { return (x + kWidth - 1) / kWidth * kWidth; }
+
+// Row stride of a scratch matrix: an odd number of cache lines, because rows a power of two apart fall into the same cache sets.
+constexpr long row_stride(long columns) { return ((columns + kWidth - 1) / kWidth | 1) * kWidth; }
+
+// Hands out pieces of one block. With no block it only counts, so a workspace is built twice: once to measure, once to use.
+class Arena {
+   public:
+    explicit Arena(float* block) : next_(block), measuring_(block == nullptr) {}
+
+    float* take(long count) {
+        count = round_up(count);
+        taken_ += count;
+        if (measuring_) return nullptr;
+        float* piece = next_;
+        next_ += count;
+        return piece;
+    }
+
+    long taken() const { return taken_; }
+
+   private:
+    float* next_;
+    bool measuring_;
+    long taken_ = 0;
+};
+
+// One block per thread, kept between calls: memory that is freed goes back to the system and every page of it faults in again.
+// Very large blocks are not kept.
+class Scratch {
+   public:
+    ~Scratch() { std::free(block_); }
+
+    float* reserve(long count) {
+        if (count > size_) {
+            std::free(block_);
+            block_ = nullptr, size_ = 0;
+            void* found = nullptr;
+            if (posix_memalign(&found, 64, count * sizeof(float)) != 0) throw std::bad_alloc();
+            block_ = static_cast<float*>(found), size_ = count;
+        }
+        return block_;
+    }
+
+    void release_if_large() {
+        constexpr long kKept = 16L << 20;  // floats: 64 MiB
+        if (size_ <= kKept) return;
+        std::free(block_);
+        block_ = nullptr, size_ = 0;
+    }
+
+   private:
+    float* block_ = nullptr;
+    long size_ = 0;
+};
+
+inline Scratch& scratch_of_this_thread() {
+    thread_local Scratch scratch;
+    return scratch;
+}
+
+typedef uint16_t BFloat16;  // the upper half of a float32
+
+MDN_INLINE float to_float(float x) { return x; }
+
+MDN_INLINE float to_float(BFloat16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float y;
+    std::memcpy(&y, &bits, 4);
+    return y;
+}
+
+MDN_INLINE void from_float(float* to, float x) { *to = x; }
+
+MDN_INLINE void from_float(BFloat16* to, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
+    *to = static_cast<BFloat16>(x != x ? 0x7fc0 : rounded);
+}
+
+// `count` values, then zeros up to `padded`.
+template <class Element>
+inline void load_padded(float* to, const Element* from, long count, long padded) {
+    for (long i = 0; i < count; ++i) to[i] = to_float(from[i]);
+    for (long i = count; i < padded; ++i) to[i] = 0;
+}
+
+template <class Element>
+inline void store_row(Element* to, const float* from, long count) {
+    for (long i = 0; i < count; ++i) from_float(to + i, from[i]);
+}
+
+inline float dot(const float* a, const float* b, long padded) {
+    Row sum = zeros();
+    for (long i = 0; i < padded; i += kWidth) sum = sum + load(a + i) * load(b + i);
+    return total(sum);
+}
+
+inline void scale_row(float* x, float factor, long padded) {
+    for (long i = 0; i < padded; i += kWidth) store(x + i, load(x + i) * factor);
+}
+
+// The project's L2 norm is x * inverse_norm(x).
+inline float inverse_norm(const float* x, long padded) { return 1.0f / std::sqrt(dot(x, x, padded) + 1e-6f); }
+
+// A [rows, columns] matrix from rows `from_stride` elements apart; zeros in the rows up to `padded_rows` and in the columns
+// up to a multiple of 16.
+template <class Element>
+inline void load_matrix(float* to, long to_stride, const Element* from, long from_stride, long rows, long padded_rows,
+                        long columns) {
+    const long padded = round_up(columns);
+    for (long i = 0; i < rows; ++i) load_padded(to + i * to_stride, from + i * from_stride, columns, padded);
+    for (long i = rows; i < padded_rows; ++i) std::memset(to + i * to_stride, 0, padded * sizeof(float));
+}
+
+template <class Element>
+inline void store_matrix(Element* to, long to_stride, const float* from, long from_stride, long rows, long columns) {
+    for (long i = 0; i < rows; ++i) store_row(to + i * to_stride, from + i * from_stride, columns);
+}
+
+inline void fill_zeros(float* to, long count) { std::memset(to, 0, count * sizeof(float)); }
+
+}  // namespace mdn

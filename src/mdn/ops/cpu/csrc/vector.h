@@ -1,0 +1,148 @@
+// Sixteen floats at a time, and the one product that everything else is made of.
+//
+// A Row is 16 neighbouring floats, held in as many registers as the processor needs: one with AVX-512, two with AVX,
+// four with SSE or NEON. It uses only the vector extension that GCC and Clang share, so the same source serves them all.
+#pragma once
+
+namespace mdn {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kTileRows = 12, kRestRows = 4;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kTileRows = 6, kRestRows = 4;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kTileRows = 6, kRestRows = 4;
+#else
+constexpr int kLanes = 4, kTileRows = 2, kRestRows = 2;  // sixteen registers of four floats hold two rows of sums
+#endif
+
+constexpr int kWidth = 16;
+constexpr int kParts = kWidth / kLanes;
+
+#define MDN_INLINE inline __attribute__((always_inline))
+
+typedef float Lanes __attribute__((vector_size(kLanes * 4)));
+typedef float LanesInMemory __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
+struct Row {
+    Lanes part[kParts];
+};
+
+MDN_INLINE Row zeros() { return Row{}; }
+
+MDN_INLINE Row load(const float* from) {
+    Row row;
+    for (int i = 0; i < kParts; ++i) row.part[i] = *reinterpret_cast<const LanesInMemory*>(from + i * kLanes);
+    return row;
+}
+
+MDN_INLINE void store(float* to, const Row& row) {
+    for (int i = 0; i < kParts; ++i) *reinterpret_cast<LanesInMemory*>(to + i * kLanes) = row.part[i];
+}
+
+MDN_INLINE Row operator+(Row a, const Row& b) {
+    for (int i = 0; i < kParts; ++i) a.part[i] += b.part[i];
+    return a;
+}
+
+MDN_INLINE Row operator-(Row a, const Row& b) {
+    for (int i = 0; i < kParts; ++i) a.part[i] -= b.part[i];
+    return a;
+}
+
+MDN_INLINE Row operator*(Row a, const Row& b) {
+    for (int i = 0; i < kParts; ++i) a.part[i] *= b.part[i];
+    return a;
+}
+
+MDN_INLINE Row operator*(Row a, float scalar) {
+    for (int i = 0; i < kParts; ++i) a.part[i] *= scalar;
+    return a;
+}
+
+MDN_INLINE float total(const Row& row) {
+    float sum = 0;
+    for (int i = 0; i < kParts; ++i)
+        for (int j = 0; j < kLanes; ++j) sum += row.part[i][j];
+    return sum;
+}
+
+// Calls body(count, first) over blocks of rows from the top. `rows` is a multiple of 16; the block sizes are compile-time
+// constants, so that a block's sums stay in registers.
+template <int rows>
+struct Count {
+    static constexpr int value = rows;
+};
+
+MDN_INLINE bool takes_full_tile(long remaining) { return remaining >= kTileRows && remaining != 2 * kRestRows; }
+
+template <class Body>
+MDN_INLINE void for_blocks_down(long rows, Body&& body) {
+    long first = 0;
+    for (; takes_full_tile(rows - first); first += kTileRows) body(Count<kTileRows>(), first);
+    for (; first < rows; first += kRestRows) body(Count<kRestRows>(), first);
+}
+
+// The same blocks, visited from the bottom row upwards.
+template <class Body>
+MDN_INLINE void for_blocks_up(long rows, Body&& body) {
+    for (; takes_full_tile(rows); rows -= kTileRows) body(Count<kTileRows>(), rows - kTileRows);
+    for (; rows > 0; rows -= kRestRows) body(Count<kRestRows>(), rows - kRestRows);
+}
+
+// finish(r, sum over l < depth of a[r, l] * b[l, 0:16]) for each of `rows` rows.
+// A is read as scalars straight from row-major memory (no packing); B is a panel of 16 columns.
+template <int rows, class Finish>
+MDN_INLINE void tile(const float* a, long a_stride, const float* b, long b_stride, long depth, Finish&& finish) {
+    Row sum[rows];
+    for (int r = 0; r < rows; ++r) sum[r] = zeros();
+    for (long l = 0; l < depth; ++l) {
+        const Row x = load(b + l * b_stride);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; ++r)
+            for (int i = 0; i < kParts; ++i) sum[r].part[i] += x.part[i] * a[r * a_stride + l];
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r) finish(r, sum[r]);
+}
+
+// finish(i, A[i, :depth] @ B[:depth, 0:16]) for every row i of A.
+template <class Finish>
+MDN_INLINE void multiply(const float* a, long a_stride, const float* b, long b_stride, long rows, long depth,
+                         Finish&& finish) {
+    for_blocks_down(rows, [&](auto count, long first) {
+        tile<decltype(count)::value>(a + first * a_stride, a_stride, b, b_stride, depth,
+                                     [&](int r, const Row& sum) { finish(first + r, sum); });
+    });
+}
+
+// to[c, r] = from[r, c]; rows and columns are multiples of 4.
+inline void transpose(float* to, long to_stride, const float* from, long from_stride, long rows, long columns) {
+    typedef float Four __attribute__((vector_size(16)));
+    typedef float FourInMemory __attribute__((vector_size(16), aligned(4), may_alias));
+    typedef int Pick __attribute__((vector_size(16)));
+#if defined(__clang__)
+#define MDN_SHUFFLE(a, b, w, x, y, z) __builtin_shufflevector(a, b, w, x, y, z)
+#else
+#define MDN_SHUFFLE(a, b, w, x, y, z) __builtin_shuffle(a, b, Pick{w, x, y, z})
+#endif
+    for (long c = 0; c < columns; c += 4) {
+        for (long r = 0; r < rows; r += 4) {
+            const float* x = from + r * from_stride + c;
+            const Four a = *reinterpret_cast<const FourInMemory*>(x);
+            const Four b = *reinterpret_cast<const FourInMemory*>(x + from_stride);
+            const Four d = *reinterpret_cast<const FourInMemory*>(x + 2 * from_stride);
+            const Four e = *reinterpret_cast<const FourInMemory*>(x + 3 * from_stride);
+            const Four ab_low = MDN_SHUFFLE(a, b, 0, 4, 1, 5), ab_high = MDN_SHUFFLE(a, b, 2, 6, 3, 7);
+            const Four de_low = MDN_SHUFFLE(d, e, 0, 4, 1, 5), de_high = MDN_SHUFFLE(d, e, 2, 6, 3, 7);
+            float* y = to + c * to_stride + r;
+            *reinterpret_cast<FourInMemory*>(y) = MDN_SHUFFLE(ab_low, de_low, 0, 1, 4, 5);
+            *reinterpret_cast<FourInMemory*>(y + to_stride) = MDN_SHUFFLE(ab_low, de_low, 2, 3, 6, 7);
+            *reinterpret_cast<FourInMemory*>(y + 2 * to_stride) = MDN_SHUFFLE(ab_high, de_high, 0, 1, 4, 5);
+            *reinterpret_cast<FourInMemory*>(y + 3 * to_stride) = MDN_SHUFFLE(ab_high, de_high, 2, 3, 6, 7);
+        }
+    }
+#undef MDN_SHUFFLE
+}
+
+}  // namespace mdn
