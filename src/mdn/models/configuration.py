@@ -14,6 +14,8 @@ from mdn.layers import MIXERS
 from mdn.layers.attention import ATTENTION_KEYS
 
 DEFAULT_LOSS_CHUNK = 1024
+POSITIVE_INTEGERS = ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "num_heads", "momentum_block_size")
+POSITIVE_INTEGERS_OR_NONE = ("intermediate_size", "num_v_heads", "num_kv_heads", "lora_gate_rank", "loss_chunk_size")
 
 
 class MomentumDeltaNetConfig(PreTrainedConfig):
@@ -97,6 +99,7 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
     use_l2warp: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_integers()
         if self.mixer not in MIXERS:
             raise ValueError(f"mixer must be one of {sorted(MIXERS)}, got {self.mixer!r}")
         if self.hidden_act not in ("swish", "silu"):
@@ -105,11 +108,17 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
             raise ValueError("use_l2warp=True is not supported; set it to false")
         if self.fuse_linear_cross_entropy and self.loss_chunk_size is None:
             self.loss_chunk_size = DEFAULT_LOSS_CHUNK
-        if self.loss_chunk_size is not None and self.loss_chunk_size < 1:
-            raise ValueError(f"loss_chunk_size must be None or at least 1, got {self.loss_chunk_size}")
         self.attn = None if self.attn is None else self._checked_attn(self.attn)
         kwargs.pop("layer_types", None)  # follows from mixer and attn
         super().__post_init__(**kwargs)
+
+    def _check_integers(self) -> None:
+        for name in POSITIVE_INTEGERS + POSITIVE_INTEGERS_OR_NONE:
+            value = getattr(self, name)
+            if value is None and name in POSITIVE_INTEGERS_OR_NONE:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
     def _checked_attn(self, attn: dict) -> dict:
         if "layers" not in attn or "num_heads" not in attn:
@@ -160,5 +169,6 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
             types.append(kind)
         return types
 
-    def validate_layer_type(self) -> None:
-        """``layer_types`` is derived, and "recurrent_state" is ours (mdn.models.cache): nothing to validate."""
+    def validate(self) -> None:
+        """transformers' own checks refuse layer types that it does not know; ours are derived and "recurrent_state" is
+        registered with its cache (mdn.models.cache). The fields were checked in ``__post_init__``."""

@@ -67,6 +67,8 @@ class MomentumDeltaNetPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _is_stateful = True  # a recurrent state cannot go back: transformers refuses assisted decoding
     _supports_sdpa = True
+    # Small, and exponentiated: they stay float32 when the model is loaded in bfloat16 or float16.
+    _keep_in_fp32_modules_strict = sorted({name for mixer in MIXERS.values() for name in mixer.no_weight_decay})
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -273,7 +275,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         return attention_mask
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         # A token that was just generated is never padding, so a decode step need not look at the mask. (Only the
         # decoding loop says how many tokens are new without calling it the first iteration; chunked prefill does not.)
         if kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):

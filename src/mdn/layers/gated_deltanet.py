@@ -1,0 +1,62 @@
+"""Gated DeltaNet: one decay and one writing strength per head and token, from projections of the token.
+
+    g    = -exp(A_log) softplus(W_a x + dt_bias)       beta = sigmoid(W_b x), doubled with allow_neg_eigval
+    o    = gated_delta_rule(l2norm(q), l2norm(k), v, g, beta)
+    y    = W_o (rmsnorm(o) * swish(W_g x))
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mdn.layers.first_order import FirstOrderMixer, Rule
+from mdn.ops import first_order
+from mdn.ops.first_order.gates import log_decay_from, writing_strength
+
+
+class GatedDeltaNet(FirstOrderMixer):
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+    config_fields: ClassVar[tuple[str, ...]] = (
+        *("hidden_size", "head_dim", "num_heads", "num_v_heads", "expand_v", "use_gate"),
+        *("use_short_conv", "conv_size", "conv_bias", "allow_neg_eigval", "norm_eps", "backend"),
+    )
+    chunk_rule: ClassVar[Rule] = first_order.chunk_gated_delta_rule
+    step_rule: ClassVar[Rule] = first_order.gated_delta_rule_step
+    flops_per_entry: ClassVar[int] = 7  # probing 2, decay 1, writing 2, reading 2
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 2.0,
+        head_dim: int = 256,
+        num_heads: int = 6,
+        num_v_heads: int | None = None,
+        use_gate: bool = True,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        norm_eps: float = 1e-5,
+        output_gate_activation: str = "swish",
+        backend: str = "auto",
+        layer_idx: int | None = None,
+    ):
+        super().__init__()
+        self.layer_idx, self.backend, self.allow_neg_eigval = layer_idx, backend, allow_neg_eigval
+        self.build_projections(
+            hidden_size, num_heads, num_v_heads, head_dim, expand_v, use_short_conv, conv_size, conv_bias
+        )
+        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
+        self.build_output(use_gate, norm_eps, output_gate_activation)
+        self.reset_parameters()
+
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:
+        g = log_decay_from(self.a_proj(hidden_states), self.A_log, self.dt_bias)
+        beta = writing_strength(self.b_proj(hidden_states), True, self.allow_neg_eigval)
+        return {"q": q, "k": k, "v": v, "g": g, "beta": beta, "use_qk_l2norm_in_kernel": True}

@@ -1,0 +1,69 @@
+"""Gated linear attention: a decay for every key dimension, no error correction, no convolutions by default.
+
+    g    = log sigmoid(W_gk2 W_gk1 x + b) / gate_logit_normalizer
+    o    = gla(q, k, v, g)
+    y    = W_o (rmsnorm(o) * swish(W_g x))
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mdn.layers.first_order import PlainStreams, Rule, head_size
+from mdn.layers.norms import GatedRMSNorm
+from mdn.ops import first_order
+
+
+class GatedLinearAttention(PlainStreams):
+    """Heads share ``expand_k * hidden_size`` key and ``expand_v * hidden_size`` value dimensions."""
+
+    config_fields: ClassVar[tuple[str, ...]] = ("hidden_size", "num_heads", "norm_eps", "backend")
+    chunk_rule: ClassVar[Rule] = first_order.chunk_gla
+    step_rule: ClassVar[Rule] = first_order.gla_step
+    flops_per_entry: ClassVar[int] = 5  # decay 1, writing 2, reading 2
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+        num_heads: int = 4,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        norm_eps: float = 1e-5,
+        gate_logit_normalizer: float = 16,
+        gate_low_rank_dim: int = 16,
+        clamp_min: float | None = None,
+        backend: str = "auto",
+        layer_idx: int | None = None,
+    ):
+        super().__init__()
+        self.layer_idx, self.backend = layer_idx, backend
+        self.gate_logit_normalizer, self.clamp_min = gate_logit_normalizer, clamp_min
+        key_dim = head_size(hidden_size, expand_k, num_heads, "expand_k")
+        value_dim = head_size(hidden_size, expand_v, num_heads, "expand_v")
+        convolutions = use_short_conv, conv_size, conv_bias
+        self.build_projections(hidden_size, num_heads, num_heads, key_dim, value_dim / key_dim, *convolutions)
+        self.gk_proj = nn.Sequential(
+            nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
+            nn.Linear(gate_low_rank_dim, self.key_dim, bias=True),
+        )
+        self.use_gate = True
+        self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        self.g_norm_swish_gate = GatedRMSNorm(value_dim, norm_eps, "swish")
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+
+    @property
+    def o_norm(self) -> GatedRMSNorm:  # type: ignore[override]
+        """FLA's checkpoints know it by the other name."""
+        return self.g_norm_swish_gate
+
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:
+        raw = self.gk_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
+        g = F.logsigmoid(raw.to(torch.promote_types(raw.dtype, torch.float32))) / self.gate_logit_normalizer
+        return {"q": q, "k": k, "v": v, "g": g if self.clamp_min is None else g.clamp_min(self.clamp_min)}

@@ -1,0 +1,65 @@
+"""Kimi delta attention: Gated DeltaNet with a decay for every key dimension, through low-rank projections.
+
+    g    = -exp(A_log) softplus(W_f2 W_f1 x + dt_bias)           [HV, K], or lower_bound sigmoid(exp(A_log) (...))
+    o    = kda(l2norm(q), l2norm(k), v, g, sigmoid(W_b x))
+    y    = W_o (rmsnorm(o) * sigmoid(W_g2 W_g1 x + b))
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mdn.layers.first_order import FirstOrderMixer, Rule
+from mdn.ops import first_order
+from mdn.ops.first_order.gates import log_decay_from, writing_strength
+
+
+class KimiDeltaAttention(FirstOrderMixer):
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+    config_fields: ClassVar[tuple[str, ...]] = (
+        *("hidden_size", "head_dim", "num_heads", "num_v_heads", "expand_v"),
+        *("use_short_conv", "conv_size", "conv_bias", "allow_neg_eigval", "norm_eps", "backend"),
+    )
+    chunk_rule: ClassVar[Rule] = first_order.chunk_kda
+    step_rule: ClassVar[Rule] = first_order.kda_step
+    flops_per_entry: ClassVar[int] = 7  # probing 2, decay 1, writing 2, reading 2
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 1.0,
+        head_dim: int = 128,
+        num_heads: int = 16,
+        num_v_heads: int | None = None,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        lower_bound: float | None = None,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+        layer_idx: int | None = None,
+    ):
+        super().__init__()
+        self.layer_idx, self.backend = layer_idx, backend
+        self.allow_neg_eigval, self.lower_bound = allow_neg_eigval, lower_bound
+        heads = num_heads, num_v_heads, head_dim
+        self.build_projections(hidden_size, *heads, expand_v, use_short_conv, conv_size, conv_bias)
+        gate_dim = self.num_v_heads * head_dim
+        self.f_proj = nn.Sequential(
+            nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, gate_dim, bias=False)
+        )
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(gate_dim))
+        self.build_output(True, norm_eps, "sigmoid", use_lora_gate=True)
+        self.reset_parameters()
+
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:
+        raw = self.f_proj(hidden_states).unflatten(-1, (self.num_v_heads, -1))
+        g = log_decay_from(raw, self.A_log, self.dt_bias, self.lower_bound, vector=True)
+        beta = writing_strength(self.b_proj(hidden_states), True, self.allow_neg_eigval)
+        return {"q": q, "k": k, "v": v, "g": g, "beta": beta, "use_qk_l2norm_in_kernel": True}

@@ -1,0 +1,117 @@
+"""Linear attention: no decay, no gate, only a feature map of queries and keys.
+
+    q, k = phi_q(W_q x), phi_k(W_k x)           phi(x) = (A x + a) * (B x + b) per head, or elu(x) + 1, relu, identity
+    o    = linear_attn(q, k, v)                  normalised by the sum of keys with do_feature_map_norm
+    y    = W_o rmsnorm(o)
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mdn.layers.first_order import PlainStreams, Rule, head_size
+from mdn.layers.layout import TokenLayout
+from mdn.layers.norms import RMSNorm
+from mdn.layers.state import LayerState
+from mdn.ops import first_order
+
+
+class ElementwiseProduct(nn.Module):
+    """(A x + a) * (B x + b) on the last dimension."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.layer1 = nn.Linear(dim, dim)
+        self.layer2 = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer1(x) * self.layer2(x)
+
+
+class EluPlusOne(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.elu(x) + 1
+
+
+FEATURE_MAPS: dict[str, Any] = {
+    "elementwise_product": ElementwiseProduct,
+    "elu": lambda dim: EluPlusOne(),
+    "relu": lambda dim: nn.ReLU(),
+    "identity": lambda dim: nn.Identity(),
+}
+
+
+class LinearAttention(PlainStreams):
+    """Heads share ``expand_k * hidden_size`` key and ``expand_v * hidden_size`` value dimensions.
+
+    With ``do_feature_map_norm`` the state holds the sum of the keys too, as recurrent state number 1.
+    """
+
+    config_fields: ClassVar[tuple[str, ...]] = ("hidden_size", "num_heads", "norm_eps", "backend")
+    chunk_rule: ClassVar[Rule] = first_order.chunk_linear_attn
+    step_rule: ClassVar[Rule] = first_order.linear_attn_step
+    flops_per_entry: ClassVar[int] = 4  # writing 2, reading 2
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        expand_k: float = 1.0,
+        expand_v: float = 1.0,
+        num_heads: int = 8,
+        feature_map: str = "elementwise_product",
+        do_feature_map_norm: bool = False,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+        layer_idx: int | None = None,
+    ):
+        super().__init__()
+        if feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map must be one of {sorted(FEATURE_MAPS)}, got {feature_map!r}")
+        self.layer_idx, self.backend, self.do_feature_map_norm = layer_idx, backend, do_feature_map_norm
+        key_dim = head_size(hidden_size, expand_k, num_heads, "expand_k")
+        value_dim = head_size(hidden_size, expand_v, num_heads, "expand_v")
+        self.build_projections(hidden_size, num_heads, num_heads, key_dim, value_dim / key_dim, use_short_conv=False)
+        self.feature_map_q = FEATURE_MAPS[feature_map](key_dim)
+        self.feature_map_k = FEATURE_MAPS[feature_map](key_dim)
+        self.use_gate = False
+        self.norm = RMSNorm(value_dim, norm_eps)
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+
+    @property
+    def o_norm(self) -> RMSNorm:  # type: ignore[override]
+        """FLA's checkpoints know it by the other name."""
+        return self.norm
+
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:
+        return {"q": self.feature_map_q(q), "k": self.feature_map_k(k), "v": v}
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None
+    ) -> Tensor:
+        inputs = self.rule_inputs(q, k, v, hidden_states)
+        if not self.do_feature_map_norm:
+            return self.apply_rule(first_order.chunk_linear_attn, inputs, layout, state, normalize=False)
+        before = None
+        if state is not None and state.recurrent(0) is not None:
+            before = state.held_recurrent(0), state.held_recurrent(1).unsqueeze(1)
+        options: dict[str, Any] = {"cu_seqlens": layout.boundaries, "backend": self.backend}
+        o, after = first_order.chunk_linear_attn(
+            **inputs, initial_state=before, output_final_state=state is not None, **options
+        )
+        if state is not None and isinstance(after, tuple):
+            state.write_recurrent(after[0], 0)
+            state.write_recurrent(after[1][:, 0], 1)
+        return o
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, state: LayerState) -> Tensor:
+        keys = state.held_recurrent(1) if self.do_feature_map_norm else None
+        inputs = self.rule_inputs(q, k, v, hidden_states)
+        return first_order.linear_attn_step(**inputs, state=state.held_recurrent(0), z_state=keys)
+
+    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        keys = {"z": ((self.num_heads, self.head_k_dim), torch.float32)} if self.do_feature_map_norm else {}
+        return super().state_shapes() | keys

@@ -1,0 +1,119 @@
+"""Mamba2: one projection for everything, one convolution, a scalar decay per head, and a gate before the norm.
+
+    z, (x, B, C), dt = W_in u                       dt = softplus(dt + dt_bias), clamped to dt_limit
+    x, B, C          = silu(conv(x, B, C))          x [H, P];  B, C [groups, N]
+    S_t = exp(-exp(A_log) dt) S_{t-1} + B (dt x)^T  o = S^T C + D x
+    y                = W_out rmsnorm(o * silu(z))
+
+P is ``head_dim``, N ``state_size``. ``chunk_size`` changes the speed, not the result. Blocks of Mamba2 models have no MLP (``use_mlp=False``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mdn.layers.first_order import BaselineMixer
+from mdn.layers.layout import TokenLayout
+from mdn.layers.norms import RMSNorm
+from mdn.layers.short_conv import ShortConvolution
+from mdn.layers.state import LayerState
+from mdn.ops import first_order
+
+
+class ResidualLinear(nn.Linear):
+    """The last projection of a block; its first values shrink with the depth of the model."""
+
+
+class Mamba2(BaselineMixer):
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+    config_fields: ClassVar[tuple[str, ...]] = ("hidden_size", "head_dim", "norm_eps", "backend")
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        head_dim: int = 64,
+        state_size: int = 128,
+        expand: float = 2,
+        n_groups: int = 1,
+        norm_groups: int | None = None,
+        conv_kernel: int = 4,
+        use_conv_bias: bool = True,
+        use_bias: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        norm_eps: float = 1e-5,
+        chunk_size: int = 64,
+        backend: str = "auto",
+        layer_idx: int | None = None,
+    ):
+        super().__init__()
+        self.layer_idx, self.backend, self.chunk_size = layer_idx, backend, chunk_size
+        self.inner_size = int(expand * hidden_size)
+        if self.inner_size % head_dim:
+            raise ValueError(f"expand * hidden_size must be a multiple of head_dim={head_dim}, got {self.inner_size}")
+        self.num_heads, self.head_dim, self.state_size = self.inner_size // head_dim, head_dim, state_size
+        if self.num_heads % n_groups:
+            raise ValueError(f"n_groups must divide the number of heads, {self.num_heads}, got {n_groups}")
+        self.n_groups, self.norm_groups = n_groups, n_groups if norm_groups is None else norm_groups
+        self.dt_limit = float(dt_limit[0]), float(dt_limit[1])
+        channels = self.inner_size + 2 * n_groups * state_size
+        self.conv1d = ShortConvolution(channels, conv_kernel, use_conv_bias)
+        self.in_proj = nn.Linear(hidden_size, self.inner_size + channels + self.num_heads, bias=use_bias)
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+        self.D = nn.Parameter(torch.empty(self.num_heads))
+        self.norm = RMSNorm(self.inner_size, norm_eps)
+        self.out_proj = ResidualLinear(self.inner_size, hidden_size, bias=use_bias)
+        self.reset_parameters()
+
+    def mix(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
+        sizes = [self.inner_size, self.conv1d.channels, self.num_heads]
+        z, streams, dt = self.in_proj(hidden_states).split(sizes, -1)
+        one_token = layout.boundaries is None and hidden_states.shape[1] == 1
+        if state is not None and one_token and state.recurrent(0) is not None:
+            streams = self.conv1d.step(streams[:, 0], state.held_conv(0))
+            inputs, skip = self._rule_inputs(streams, dt[:, 0])
+            o = first_order.simple_gla_step(**inputs, scale=1.0, state=state.held_recurrent(0)) + skip
+            o = o.unsqueeze(1)
+        else:
+            before = None if state is None else state.conv(0)
+            streams, after = self.conv1d(streams, layout, before, return_state=state is not None)
+            if state is not None:
+                state.write_conv(after, 0)
+            inputs, skip = self._rule_inputs(streams, dt)
+            options: dict[str, Any] = {"scale": 1.0, "chunk_size": self.chunk_size}
+            o = self.apply_rule(first_order.chunk_simple_gla, inputs, layout, state, **options) + skip
+        return self.out_proj(self._normed(o.flatten(-2).to(z.dtype), z))
+
+    def _rule_inputs(self, streams: Tensor, dt: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The rule's arguments, and what skips the rule, D x."""
+        groups = self.n_groups * self.state_size
+        x, B, C = streams.split([self.inner_size, groups, groups], -1)
+        x = x.unflatten(-1, (self.num_heads, -1))
+        B, C = B.unflatten(-1, (self.n_groups, -1)), C.unflatten(-1, (self.n_groups, -1))
+        dtype = torch.promote_types(dt.dtype, torch.float32)
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.dt_limit)
+        x = x.to(dtype)
+        g = -self.A_log.to(dtype).exp() * dt
+        return {"q": C, "k": B, "v": x * dt.unsqueeze(-1), "g": g}, self.D.to(dtype).unsqueeze(-1) * x
+
+    def _normed(self, o: Tensor, z: Tensor) -> Tensor:
+        """rmsnorm(o * silu(z)), in groups of channels."""
+        dtype = torch.promote_types(o.dtype, torch.float32)
+        gated = o.to(dtype) * F.silu(z.to(dtype))
+        if self.norm_groups == 1:
+            return self.norm(gated).to(o.dtype)
+        groups = gated.unflatten(-1, (self.norm_groups, -1))
+        normed = F.rms_norm(groups, groups.shape[-1:], eps=self.norm.eps).flatten(-2)
+        return (normed * self.norm.weight.to(dtype)).to(o.dtype)
+
+    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        conv = (self.conv1d.channels, self.conv1d.width - 1)
+        return {"S": ((self.num_heads, self.state_size, self.head_dim), torch.float32), "conv": (conv, None)}
+
+    def flops_per_token(self, context: int) -> int:
+        """Per entry of the state: decay 1, writing 2, reading 2."""
+        return 5 * self.inner_size * self.state_size + 2 * self.conv1d.width * self.conv1d.channels

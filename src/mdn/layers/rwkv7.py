@@ -1,0 +1,186 @@
+"""RWKV-7's time mixing: every stream mixes a token with the one before it; low-rank maps make decay, rates and gate.
+
+    x_s      = x_t + mix_s (x_{t-1} - x_t)                  for the six streams s in r, w, k, v, a, g
+    w        = -exp(-1/2) sigmoid(lora_w(x_w))               log decay per key dimension
+    a        = sigmoid(lora_a(x_a))                          in-context learning rate
+    v        = v + (v_first - v) sigmoid(lora_v(x_v))        v_first: the values of the first layer
+    kappa    = normalise(k * k_k),  k = k (1 + (a - 1) k_a)
+    S_t      = diag(exp w) S_{t-1} + k v^T - (kappa a) (S_{t-1}^T kappa)^T,   o = S^T r
+    y        = W_o ((groupnorm(o) + (r . (k * r_k)) v) * lora_g(x_g))
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mdn.layers.first_order import BaselineMixer
+from mdn.layers.layout import TokenLayout
+from mdn.layers.short_conv import ShortConvolution
+from mdn.layers.state import LayerState
+from mdn.ops import first_order
+
+SLOWEST_LOG_DECAY = -math.exp(-0.5)
+STREAMS = "rwkvag"
+
+# Later layers blend in the values of the first one: they stay beside the layout of the call for as long as it lives.
+_first_values: WeakKeyDictionary[TokenLayout, Tensor] = WeakKeyDictionary()
+
+
+class TokenShift(ShortConvolution):
+    """x_{t-1} - x_t: a convolution of width 2 without parameters, so it packs, pads and decodes like the others."""
+
+    def __init__(self, channels: int):
+        nn.Module.__init__(self)
+        self.channels, self.width, self.activation, self.bias = channels, 2, False, None
+
+    def _convolve(self, extended: Tensor) -> Tensor:
+        return extended[:, :-1] - extended[:, 1:]
+
+    def step(self, x: Tensor, state: Tensor) -> Tensor:
+        shifted = (state[..., 0] - x.to(state.dtype)).to(x.dtype)
+        state.copy_(x.unsqueeze(-1))
+        return shifted
+
+
+class OrthogonalLinear(nn.Linear):
+    """Starts as an orthogonal matrix times ``gain`` (0: zeros); see mdn.layers.rwkv7_init for its bias."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, gain: float = 1.0):
+        self.gain = gain
+        super().__init__(in_features, out_features, bias)
+
+
+class LowRank(nn.Module):
+    """W_2 activation(W_1 x) + bias."""
+
+    def __init__(self, dim: int, rank: int, out: int, activation: nn.Module, bias: bool = True):
+        super().__init__()
+        gain = 0.1 * math.sqrt(max(1.0, rank / out))
+        self.lora = nn.Sequential(
+            OrthogonalLinear(dim, rank, gain=0.0), activation, OrthogonalLinear(rank, out, bias, gain)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lora(x)
+
+
+class HeadGroupNorm(nn.GroupNorm):
+    """Group norm of ``[..., H * V]`` over the heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
+class RWKV7Attention(BaselineMixer):
+    """``num_hidden_layers`` and ``first_layer`` matter for the first values of parameters and for ``v_first``."""
+
+    config_fields: ClassVar[tuple[str, ...]] = ("hidden_size", "head_dim", "norm_eps", "num_hidden_layers", "backend")
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        head_dim: int = 64,
+        decay_low_rank_dim: int | None = None,
+        gate_low_rank_dim: int | None = None,
+        a_low_rank_dim: int | None = None,
+        v_low_rank_dim: int | None = None,
+        norm_eps: float = 1e-5,
+        num_hidden_layers: int = 24,
+        first_layer: int = 0,
+        backend: str = "auto",
+        layer_idx: int | None = None,
+    ):
+        super().__init__()
+        if hidden_size % head_dim:
+            raise ValueError(f"hidden_size must be a multiple of head_dim={head_dim}, got {hidden_size}")
+        self.layer_idx, self.backend, self.num_hidden_layers = layer_idx, backend, num_hidden_layers
+        self.is_first = layer_idx is None or layer_idx == first_layer
+        self.hidden_size, self.head_dim, self.num_heads = hidden_size, head_dim, hidden_size // head_dim
+        self.token_shift = TokenShift(hidden_size)
+        for stream in STREAMS:
+            self.register_parameter(f"x_{stream}", nn.Parameter(torch.empty(1, 1, hidden_size)))
+        self.k_k = nn.Parameter(torch.empty(hidden_size))
+        self.k_a = nn.Parameter(torch.empty(hidden_size))
+        self.r_k = nn.Parameter(torch.empty(self.num_heads, head_dim))
+        self.r_proj = OrthogonalLinear(hidden_size, hidden_size)
+        self.k_proj = OrthogonalLinear(hidden_size, hidden_size, gain=0.1)
+        self.v_proj = OrthogonalLinear(hidden_size, hidden_size)
+        self.o_proj = OrthogonalLinear(hidden_size, hidden_size, gain=0.0)
+        wide = head_dim / 64
+        sizes = hidden_size, hidden_size
+        self.w_lora = _low_rank(*sizes, decay_low_rank_dim, 2.5 * wide, nn.Tanh())
+        if not self.is_first:
+            self.v_lora = _low_rank(*sizes, v_low_rank_dim, 1.7 * wide, nn.Identity())
+        self.a_lora = _low_rank(*sizes, a_low_rank_dim, 2.5 * wide, nn.Identity())
+        self.g_lora = _low_rank(*sizes, gate_low_rank_dim, 5.0, nn.Sigmoid(), bias=False)
+        self.g_norm = HeadGroupNorm(self.num_heads, hidden_size, eps=head_dim * norm_eps)
+        self.reset_parameters()
+
+    @classmethod
+    def options_from_config(cls, config: Any) -> dict[str, Any]:
+        mixers = [config.mixer_name(i) for i in range(config.num_hidden_layers)]
+        return super().options_from_config(config) | {"first_layer": mixers.index("rwkv7")}
+
+    def mix(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
+        one_token = layout.boundaries is None and hidden_states.shape[1] == 1
+        if state is not None and one_token and state.recurrent(0) is not None:
+            shifted = self.token_shift.step(hidden_states[:, 0], state.held_conv(0)).unsqueeze(1)
+            inputs, gate = self._rule_inputs(hidden_states, shifted, layout)
+            token = {name: x[:, 0] for name, x in inputs.items()}
+            o = first_order.rwkv7_step(**token, state=state.held_recurrent(0)).unsqueeze(1)
+        else:
+            before = None if state is None else state.conv(0)
+            shifted, after = self.token_shift(hidden_states, layout, before, return_state=state is not None)
+            if state is not None:
+                state.write_conv(after, 0)
+            inputs, gate = self._rule_inputs(hidden_states, shifted, layout)
+            o = self.apply_rule(first_order.chunk_rwkv7, inputs, layout, state)
+        own = (inputs["r"] * inputs["k"] * self.r_k).sum(-1, keepdim=True) * inputs["v"]
+        return self.o_proj((self.g_norm(o.flatten(-2)) + own.flatten(-2)) * gate)
+
+    def _rule_inputs(self, x: Tensor, shifted: Tensor, layout: TokenLayout) -> tuple[dict[str, Tensor], Tensor]:
+        """The rule's arguments ``[B, T, H, D]`` and the output gate ``[B, T, H * D]``."""
+        xr, xw, xk, xv, xa, xg = (x + shifted * getattr(self, f"x_{stream}") for stream in STREAMS)
+        rate = self.a_lora(xa).sigmoid()
+        k, v = self.k_proj(xk), self._values(xv, layout)
+        kappa = F.normalize((k * self.k_k).unflatten(-1, (self.num_heads, -1)), dim=-1)
+        tensors = {
+            "r": self.r_proj(xr),
+            "w": SLOWEST_LOG_DECAY * self.w_lora(xw).sigmoid(),
+            "k": k * (1 + (rate - 1) * self.k_a),
+            "v": v,
+        }
+        inputs = {name: tensor.unflatten(-1, (self.num_heads, -1)) for name, tensor in tensors.items()}
+        rate = rate.unflatten(-1, (self.num_heads, -1))
+        return inputs | {"a": -kappa, "b": kappa * rate}, self.g_lora(xg)
+
+    def _values(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        v = self.v_proj(x)
+        if self.is_first:
+            _first_values[layout] = v
+            return v
+        if layout not in _first_values:
+            raise ValueError(f"layer {self.layer_idx} needs the values of the first RWKV-7 layer, which has not run yet")
+        return torch.lerp(v, _first_values[layout].to(v.dtype), self.v_lora(x).sigmoid())
+
+    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        state = (self.num_heads, self.head_dim, self.head_dim)
+        return {"S": (state, torch.float32), "conv": ((self.hidden_size, 1), None)}
+
+    def flops_per_token(self, context: int) -> int:
+        """Per entry of the state: probing 2, decay 1, two writes 4, reading 2."""
+        return 9 * self.hidden_size * self.head_dim
+
+
+def _low_rank(
+    dim: int, out: int, rank: int | None, factor: float, activation: nn.Module, bias: bool = True
+) -> LowRank:
+    """The original's default rank is ``factor * sqrt(dim)``, rounded to a multiple of 32."""
+    default = max(32, int(round(factor * math.sqrt(dim) / 32) * 32))
+    return LowRank(dim, default if rank is None else rank, out, activation, bias)
