@@ -1,7 +1,7 @@
 """DeltaNet: the delta rule without decay, with a writing strength per head and token.
 
-    o    = delta_rule(l2norm(q), l2norm(k), v, sigmoid(W_b x))
-    y    = W_o rmsnorm(o), or with use_gate W_o (rmsnorm(o) * swish(W_g x))
+o    = delta_rule(l2norm(q), l2norm(k), v, sigmoid(W_b x))
+y    = W_o rmsnorm(o), or with use_gate W_o (rmsnorm(o) * swish(W_g x))
 """
 
 from __future__ import annotations

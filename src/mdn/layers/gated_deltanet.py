@@ -1,8 +1,8 @@
 """Gated DeltaNet: one decay and one writing strength per head and token, from projections of the token.
 
-    g    = -exp(A_log) softplus(W_a x + dt_bias)       beta = sigmoid(W_b x), doubled with allow_neg_eigval
-    o    = gated_delta_rule(l2norm(q), l2norm(k), v, g, beta)
-    y    = W_o (rmsnorm(o) * swish(W_g x))
+g    = -exp(A_log) softplus(W_a x + dt_bias)       beta = sigmoid(W_b x), doubled with allow_neg_eigval
+o    = gated_delta_rule(l2norm(q), l2norm(k), v, g, beta)
+y    = W_o (rmsnorm(o) * swish(W_g x))
 """
 
 from __future__ import annotations

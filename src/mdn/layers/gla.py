@@ -1,8 +1,8 @@
 """Gated linear attention: a decay for every key dimension, no error correction, no convolutions by default.
 
-    g    = log sigmoid(W_gk2 W_gk1 x + b) / gate_logit_normalizer
-    o    = gla(q, k, v, g)
-    y    = W_o (rmsnorm(o) * swish(W_g x))
+g    = log sigmoid(W_gk2 W_gk1 x + b) / gate_logit_normalizer
+o    = gla(q, k, v, g)
+y    = W_o (rmsnorm(o) * swish(W_g x))
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mdn.layers import rwkv7_init
 from mdn.layers.norms import RMSNorm
 from mdn.layers.short_conv import ShortConvolution
 
@@ -38,11 +39,11 @@ def zeros(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
     return torch.zeros_like(parameter)
 
 
-def log_of_uniform(high: float) -> Initialiser:
-    """log U(0, high): a positive per-head scale, stored as its logarithm."""
+def log_of_uniform(high: float, low: float = 0.0) -> Initialiser:
+    """log U(low, high): a positive per-head scale, stored as its logarithm."""
 
     def initialiser(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
-        return (torch.rand_like(parameter) * high).clamp_min(SMALLEST).log()
+        return (torch.rand_like(parameter) * (high - low) + low).clamp_min(SMALLEST).log()
 
     return initialiser
 
@@ -52,6 +53,17 @@ def inverse_softplus_time_step(parameter: Tensor, module: nn.Module, config: Any
     low, high = math.log(1e-3), math.log(1e-1)
     dt = (torch.rand_like(parameter) * (high - low) + low).exp()
     return dt + torch.log(-torch.expm1(-dt))
+
+
+def correction_factor(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
+    """The constant that Comba's query correction starts with."""
+    return torch.full_like(parameter, float(module.correction_factor))  # type: ignore[arg-type]
+
+
+def scaled_by_depth(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
+    """Uniform with standard deviation 1 / sqrt(3 fan_in layers): the residual sum does not grow with the depth."""
+    bound = 1 / math.sqrt(parameter.shape[1] * getattr(config, "num_hidden_layers", 1))
+    return torch.empty_like(parameter).uniform_(-bound, bound)
 
 
 def same_as(name: str) -> Initialiser:
@@ -70,8 +82,20 @@ INITIALISERS: dict[str, Initialiser] = {
     "log U(0, 1)": log_of_uniform(1.0),
     "log U(0, 4)": log_of_uniform(4.0),
     "log U(0, 16)": log_of_uniform(16.0),
+    "log U(1, 16)": log_of_uniform(16.0, 1.0),
     "inverse softplus of dt": inverse_softplus_time_step,
     "same as dt_bias": same_as("dt_bias"),
+    "correction factor": correction_factor,
+    "scaled by depth": scaled_by_depth,
+    "RWKV-7 orthogonal": rwkv7_init.orthogonal,
+    "RWKV-7 bias": rwkv7_init.bias_curve,
+    "RWKV-7 norm": rwkv7_init.first_weight,
+    "RWKV-7 mix 0.2": rwkv7_init.token_mix(0.2),
+    "RWKV-7 mix 0.7": rwkv7_init.token_mix(0.7),
+    "RWKV-7 mix 0.9": rwkv7_init.token_mix(0.9),
+    "RWKV-7 key scale": rwkv7_init.key_scale,
+    "1.02": rwkv7_init.constant(1.02),
+    "-0.04": rwkv7_init.constant(-0.04),
 }
 
 # (class of the module that owns the parameter, or its name; parameter name) -> initialiser.
@@ -83,6 +107,31 @@ TABLE: list[tuple[type | str, str, str]] = [
     ("MomentumDeltaNet", "mu_bias", "same as dt_bias"),
     ("MomentumDeltaNet", "log_factor", "log U(0, 4)"),
     ("MomentumDeltaNet", "D_log", "log U(0, 1)"),
+    ("GatedDeltaNet", "A_log", "log U(0, 16)"),
+    ("GatedDeltaNet", "dt_bias", "inverse softplus of dt"),
+    ("Comba", "A_log", "log U(0, 16)"),
+    ("Comba", "dt_bias", "inverse softplus of dt"),
+    ("Comba", "decay", "ones"),
+    ("Comba", "D", "correction factor"),
+    ("KimiDeltaAttention", "A_log", "log U(1, 16)"),
+    ("KimiDeltaAttention", "dt_bias", "inverse softplus of dt"),
+    ("Mamba2", "A_log", "log U(1, 16)"),
+    ("Mamba2", "dt_bias", "inverse softplus of dt"),
+    ("Mamba2", "D", "ones"),
+    ("ResidualLinear", "weight", "scaled by depth"),
+    ("RWKV7Attention", "x_r", "RWKV-7 mix 0.2"),
+    ("RWKV7Attention", "x_w", "RWKV-7 mix 0.9"),
+    ("RWKV7Attention", "x_k", "RWKV-7 mix 0.7"),
+    ("RWKV7Attention", "x_v", "RWKV-7 mix 0.7"),
+    ("RWKV7Attention", "x_a", "RWKV-7 mix 0.9"),
+    ("RWKV7Attention", "x_g", "RWKV-7 mix 0.2"),
+    ("RWKV7Attention", "k_k", "RWKV-7 key scale"),
+    ("RWKV7Attention", "k_a", "1.02"),
+    ("RWKV7Attention", "r_k", "-0.04"),
+    ("OrthogonalLinear", "weight", "RWKV-7 orthogonal"),
+    ("OrthogonalLinear", "bias", "RWKV-7 bias"),
+    ("HeadGroupNorm", "weight", "RWKV-7 norm"),
+    ("HeadGroupNorm", "bias", "zeros"),
     (ShortConvolution, "weight", "normal"),
     (ShortConvolution, "bias", "zeros"),
     (RMSNorm, "weight", "ones"),

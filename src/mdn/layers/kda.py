@@ -1,8 +1,8 @@
 """Kimi delta attention: Gated DeltaNet with a decay for every key dimension, through low-rank projections.
 
-    g    = -exp(A_log) softplus(W_f2 W_f1 x + dt_bias)           [HV, K], or lower_bound sigmoid(exp(A_log) (...))
-    o    = kda(l2norm(q), l2norm(k), v, g, sigmoid(W_b x))
-    y    = W_o (rmsnorm(o) * sigmoid(W_g2 W_g1 x + b))
+g    = -exp(A_log) softplus(W_f2 W_f1 x + dt_bias)           [HV, K], or lower_bound sigmoid(exp(A_log) (...))
+o    = kda(l2norm(q), l2norm(k), v, g, sigmoid(W_b x))
+y    = W_o (rmsnorm(o) * sigmoid(W_g2 W_g1 x + b))
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Linear attention: no decay, no gate, only a feature map of queries and keys.
 
-    q, k = phi_q(W_q x), phi_k(W_k x)           phi(x) = (A x + a) * (B x + b) per head, or elu(x) + 1, relu, identity
-    o    = linear_attn(q, k, v)                  normalised by the sum of keys with do_feature_map_norm
-    y    = W_o rmsnorm(o)
+q, k = phi_q(W_q x), phi_k(W_k x)           phi(x) = (A x + a) * (B x + b) per head, or elu(x) + 1, relu, identity
+o    = linear_attn(q, k, v)                  normalised by the sum of keys with do_feature_map_norm
+y    = W_o rmsnorm(o)
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     S_t = exp(-exp(A_log) dt) S_{t-1} + B (dt x)^T  o = S^T C + D x
     y                = W_out rmsnorm(o * silu(z))
 
-P is ``head_dim``, N ``state_size``. ``chunk_size`` changes the speed, not the result. Blocks of Mamba2 models have no MLP (``use_mlp=False``).
+P is ``head_dim``, N ``state_size``. ``chunk_size`` changes the speed, not the result.
+Blocks of Mamba2 models have no MLP (``use_mlp=False``).
 """
 
 from __future__ import annotations

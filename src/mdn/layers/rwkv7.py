@@ -1,17 +1,19 @@
 """RWKV-7's time mixing: every stream mixes a token with the one before it; low-rank maps make decay, rates and gate.
 
-    x_s      = x_t + mix_s (x_{t-1} - x_t)                  for the six streams s in r, w, k, v, a, g
-    w        = -exp(-1/2) sigmoid(lora_w(x_w))               log decay per key dimension
-    a        = sigmoid(lora_a(x_a))                          in-context learning rate
-    v        = v + (v_first - v) sigmoid(lora_v(x_v))        v_first: the values of the first layer
-    kappa    = normalise(k * k_k),  k = k (1 + (a - 1) k_a)
-    S_t      = diag(exp w) S_{t-1} + k v^T - (kappa a) (S_{t-1}^T kappa)^T,   o = S^T r
-    y        = W_o ((groupnorm(o) + (r . (k * r_k)) v) * lora_g(x_g))
+x_s      = x_t + mix_s (x_{t-1} - x_t)                  for the six streams s in r, w, k, v, a, g
+w        = -exp(-1/2) sigmoid(lora_w(x_w))               log decay per key dimension
+a        = sigmoid(lora_a(x_a))                          in-context learning rate
+v        = v + (v_first - v) sigmoid(lora_v(x_v))        v_first: the values of the first layer
+kappa    = normalise(k * k_k),  k = k (1 + (a - 1) k_a)
+S_t      = diag(exp w) S_{t-1} + k v^T - (kappa a) (S_{t-1}^T kappa)^T,   o = S^T r
+y        = W_o ((groupnorm(o) + (r . (k * r_k)) v) * lora_g(x_g))
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 from mdn.layers.first_order import BaselineMixer
 from mdn.layers.layout import TokenLayout
+from mdn.layers.rwkv7_init import decay_bias, rate_bias, value_bias
 from mdn.layers.short_conv import ShortConvolution
 from mdn.layers.state import LayerState
 from mdn.ops import first_order
@@ -49,29 +52,41 @@ class TokenShift(ShortConvolution):
 
 
 class OrthogonalLinear(nn.Linear):
-    """Starts as an orthogonal matrix times ``gain`` (0: zeros); see mdn.layers.rwkv7_init for its bias."""
+    """Starts as an orthogonal matrix times ``gain`` (0: zeros), and its bias at ``bias_curve()`` (None: zeros)."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, gain: float = 1.0):
-        self.gain = gain
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        gain: float = 1.0,
+        bias_curve: Callable[[], Tensor] | None = None,
+    ):
         super().__init__(in_features, out_features, bias)
+        self.gain, self.bias_curve = gain, bias_curve
 
 
 class LowRank(nn.Module):
     """W_2 activation(W_1 x) + bias."""
 
-    def __init__(self, dim: int, rank: int, out: int, activation: nn.Module, bias: bool = True):
+    def __init__(
+        self, dim: int, rank: int, activation: nn.Module, bias: bool = True, curve: Callable[[], Tensor] | None = None
+    ):
         super().__init__()
-        gain = 0.1 * math.sqrt(max(1.0, rank / out))
-        self.lora = nn.Sequential(
-            OrthogonalLinear(dim, rank, gain=0.0), activation, OrthogonalLinear(rank, out, bias, gain)
-        )
+        gain = 0.1 * math.sqrt(max(1.0, rank / dim))
+        last = OrthogonalLinear(rank, dim, bias, gain, curve)
+        self.lora = nn.Sequential(OrthogonalLinear(dim, rank, gain=0.0), activation, last)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lora(x)
 
 
 class HeadGroupNorm(nn.GroupNorm):
-    """Group norm of ``[..., H * V]`` over the heads."""
+    """Group norm of ``[..., H * V]`` over the heads; its weight starts at ``first_weight``."""
+
+    def __init__(self, heads: int, channels: int, eps: float, first_weight: float):
+        super().__init__(heads, channels, eps)
+        self.first_weight = first_weight
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.reshape(-1, x.shape[-1])).view(x.shape)
@@ -112,15 +127,28 @@ class RWKV7Attention(BaselineMixer):
         self.k_proj = OrthogonalLinear(hidden_size, hidden_size, gain=0.1)
         self.v_proj = OrthogonalLinear(hidden_size, hidden_size)
         self.o_proj = OrthogonalLinear(hidden_size, hidden_size, gain=0.0)
-        wide = head_dim / 64
-        sizes = hidden_size, hidden_size
-        self.w_lora = _low_rank(*sizes, decay_low_rank_dim, 2.5 * wide, nn.Tanh())
-        if not self.is_first:
-            self.v_lora = _low_rank(*sizes, v_low_rank_dim, 1.7 * wide, nn.Identity())
-        self.a_lora = _low_rank(*sizes, a_low_rank_dim, 2.5 * wide, nn.Identity())
-        self.g_lora = _low_rank(*sizes, gate_low_rank_dim, 5.0, nn.Sigmoid(), bias=False)
-        self.g_norm = HeadGroupNorm(self.num_heads, hidden_size, eps=head_dim * norm_eps)
+        self._build_low_rank(decay_low_rank_dim, a_low_rank_dim, v_low_rank_dim, gate_low_rank_dim)
+        depth = (self.layer_idx or 0) + 1
+        self.g_norm = HeadGroupNorm(
+            self.num_heads, hidden_size, head_dim * norm_eps, (depth / num_hidden_layers) ** 0.7
+        )
         self.reset_parameters()
+
+    def _build_low_rank(self, decay: int | None, rate: int | None, value: int | None, gate: int | None) -> None:
+        """Ranks that are None follow the original: a multiple of 32 near ``factor * sqrt(hidden_size)``."""
+        dim, root, wide = self.hidden_size, math.sqrt(self.hidden_size), self.head_dim / 64
+        depth = (self.layer_idx or 0) / max(1, self.num_hidden_layers - 1)
+
+        def rank(given: int | None, factor: float) -> int:
+            return max(32, round(factor * root / 32) * 32) if given is None else given
+
+        curve = partial(decay_bias, dim, self.head_dim, depth)
+        self.w_lora = LowRank(dim, rank(decay, 2.5 * wide), nn.Tanh(), curve=curve)
+        if not self.is_first:
+            self.v_lora = LowRank(dim, rank(value, 1.7 * wide), nn.Identity(), curve=partial(value_bias, dim))
+        curve = partial(rate_bias, dim, self.head_dim)
+        self.a_lora = LowRank(dim, rank(rate, 2.5 * wide), nn.Identity(), curve=curve)
+        self.g_lora = LowRank(dim, rank(gate, 5.0), nn.Sigmoid(), bias=False)
 
     @classmethod
     def options_from_config(cls, config: Any) -> dict[str, Any]:
@@ -132,7 +160,7 @@ class RWKV7Attention(BaselineMixer):
         if state is not None and one_token and state.recurrent(0) is not None:
             shifted = self.token_shift.step(hidden_states[:, 0], state.held_conv(0)).unsqueeze(1)
             inputs, gate = self._rule_inputs(hidden_states, shifted, layout)
-            token = {name: x[:, 0] for name, x in inputs.items()}
+            token: dict[str, Any] = {name: x[:, 0] for name, x in inputs.items()}
             o = first_order.rwkv7_step(**token, state=state.held_recurrent(0)).unsqueeze(1)
         else:
             before = None if state is None else state.conv(0)
@@ -166,7 +194,9 @@ class RWKV7Attention(BaselineMixer):
             _first_values[layout] = v
             return v
         if layout not in _first_values:
-            raise ValueError(f"layer {self.layer_idx} needs the values of the first RWKV-7 layer, which has not run yet")
+            raise ValueError(
+                f"layer {self.layer_idx} needs the values of the first RWKV-7 layer, which has not run yet"
+            )
         return torch.lerp(v, _first_values[layout].to(v.dtype), self.v_lora(x).sigmoid())
 
     def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
@@ -176,11 +206,3 @@ class RWKV7Attention(BaselineMixer):
     def flops_per_token(self, context: int) -> int:
         """Per entry of the state: probing 2, decay 1, two writes 4, reading 2."""
         return 9 * self.hidden_size * self.head_dim
-
-
-def _low_rank(
-    dim: int, out: int, rank: int | None, factor: float, activation: nn.Module, bias: bool = True
-) -> LowRank:
-    """The original's default rank is ``factor * sqrt(dim)``, rounded to a multiple of 32."""
-    default = max(32, int(round(factor * math.sqrt(dim) / 32) * 32))
-    return LowRank(dim, default if rank is None else rank, out, activation, bias)

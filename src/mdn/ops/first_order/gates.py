@@ -8,18 +8,21 @@ from torch import Tensor
 
 
 def log_decay_from(
-    raw: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
+    raw: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None = None,
+    vector: bool = False,
 ) -> Tensor:
     """-exp(A_log) softplus(raw + dt_bias), or lower_bound sigmoid(exp(A_log) (raw + dt_bias)), in float32 or more.
 
-    raw is `[..., HV]` or `[..., HV, K]`; A_log has one value per head and dt_bias one per last dimension(s).
+    raw is `[..., HV]`, or `[..., HV, K]` if `vector`; A_log is `[HV]` and dt_bias has an entry for each of raw's.
     """
     raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
-    vector = raw.dim() == 4
     if A_log is None and lower_bound is None:
         raise ValueError("A_log must be given with use_gate_in_kernel=True, unless lower_bound is")
     if dt_bias is not None:
-        raw = raw + dt_bias.to(raw.dtype).reshape(raw.shape[2:])
+        raw = raw + dt_bias.to(raw.dtype).reshape(raw.shape[-2 if vector else -1 :])
     rate = 1.0 if A_log is None else A_log.to(raw.dtype).exp().reshape(-1, *([1] * vector))
     if lower_bound is not None:
         return lower_bound * torch.sigmoid(rate * raw)

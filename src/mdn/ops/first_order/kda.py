@@ -48,7 +48,7 @@ def chunk_kda(
     lower_bound sigmoid(exp(A_log) (g + dt_bias)). With `use_beta_sigmoid_in_kernel` beta is raw too.
     """
     if use_gate_in_kernel:
-        g = log_decay_from(g, A_log, dt_bias, lower_bound)
+        g = log_decay_from(g, A_log, dt_bias, lower_bound, vector=True)
     strength = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if choose_backend(q, backend, native=False) == "fla":
         state = initial_state, output_final_state, use_qk_l2norm_in_kernel
