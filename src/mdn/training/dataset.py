@@ -73,7 +73,7 @@ class PackedSequences(Dataset):
         self.sequence_length = sequence_length
         self.length = length
         self.seed = seed
-        self.rows = len(stream) // sequence_length
+        self.rows = (len(stream) - 1) // sequence_length
         if self.rows == 0:
             raise ValueError(
                 f"data: the training text has {len(stream)} tokens, but one sequence needs "
@@ -91,26 +91,28 @@ class PackedSequences(Dataset):
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
             self._epoch = epoch
         begin = int(self._order[place]) * self.sequence_length
-        ids, beginnings = self.stream.read(begin, begin + self.sequence_length)
-        return {"input_ids": ids, "beginnings": beginnings}
+        ids, beginnings = self.stream.read(begin, begin + self.sequence_length + 1)
+        return {"ids": ids, "beginnings": beginnings[beginnings < self.sequence_length]}
 
 
 class PackCollator:
-    """Rows -> a batch `[b, T]`, or one pack `[1, b * T]` with `cu_seqlens` when documents reset the state."""
+    """Rows of T + 1 ids -> a batch `[b, T]`, or one pack `[1, b * T]` with `cu_seqlens` when documents reset the state.
+
+    `shift_labels` holds the next id of every position, so the model has nothing to shift and no target is lost.
+    """
 
     def __init__(self, reset_at_documents: bool) -> None:
         self.reset_at_documents = reset_at_documents
 
     def __call__(self, rows: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
-        ids = torch.from_numpy(np.stack([row["input_ids"] for row in rows]))
+        ids = torch.from_numpy(np.stack([row["ids"] for row in rows]))
+        inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         if not self.reset_at_documents:
-            return {"input_ids": ids, "labels": ids.clone()}
-        labels = ids.clone()
-        labels[:, 0] = -100  # the last token of one row must not be asked for the first of the next
-        length = ids.shape[1]
-        cuts = {0, ids.numel()}
+            return {"input_ids": inputs, "labels": inputs, "shift_labels": targets}
+        length = inputs.shape[1]
+        cuts = {inputs.numel()}
         for number, row in enumerate(rows):
-            cuts.add(number * length)
-            cuts.update((row["beginnings"] + number * length).tolist())
+            cuts.update([number * length, *(row["beginnings"] + number * length).tolist()])
+        inputs, targets = inputs.view(1, -1), targets.view(1, -1)
         boundaries = torch.tensor(sorted(cuts), dtype=torch.int64)
-        return {"input_ids": ids.view(1, -1), "labels": labels.view(1, -1), "cu_seqlens": boundaries}
+        return {"input_ids": inputs, "labels": inputs, "shift_labels": targets, "cu_seqlens": boundaries}

@@ -25,10 +25,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from mdn.training.corpus import Corpus
 from mdn.training.files import exclusive_lock, write_atomically
+from mdn.training.progress import progress
 from mdn.training.schema import DataSettings
 from mdn.training.tokenizer import Encoder
 
@@ -145,11 +145,12 @@ def _write_shards(corpus: Corpus, settings: DataSettings, tokenizer: Path, direc
     total = min(filter(None, (corpus.total_bytes, settings.max_bytes)), default=None)
     done = sum(int(np.load(directory / f"{name}.npy")["bytes"].sum()) for name in names)
     encoder = Encoder(tokenizer)
-    with tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=f"tokenise {corpus.name}"[:40]) as progress:
+    title = f"tokenise {corpus.name}"[:40]
+    with progress(total=total, initial=done, unit="B", unit_scale=True, desc=title) as bar:
         batches = _batches(split_documents(corpus, settings, consumed), shard_bytes, settings.max_bytes, done)
         for name, size in _encode_all(batches, len(names), tokenizer, directory, _workers(corpus, settings)):
             names.append(name)
-            progress.update(size)
+            bar.update(size)
     if not names:
         raise ValueError(f"data: {corpus.name} holds no text")
     index = {

@@ -90,7 +90,7 @@ def gpt2_tokenizer() -> Any:
         ) from None
 
 
-def _pretrained(path: str) -> Any:
+def load_pretrained(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
@@ -130,7 +130,7 @@ def _make(settings: TokenizerSettings, texts: Callable[[], Iterator[str]]) -> An
     if settings.kind == "gpt2":
         return gpt2_tokenizer()
     if settings.kind == "pretrained":
-        return _pretrained(str(settings.path))
+        return load_pretrained(str(settings.path))
     if settings.kind == "bytes":
         backend = byte_tokenizer()
     else:
@@ -179,3 +179,10 @@ class Encoder:
             return [np.asarray(self.slow.encode(text, add_special_tokens=False), dtype=self.dtype) for text in texts]
         batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(item.ids, dtype=self.dtype) for item in batch]
+
+    def decode(self, ids: np.ndarray) -> bytes:
+        """The text of some ids, as UTF-8."""
+        if self.is_bytes:
+            return bytes(ids.astype(np.uint8))
+        decoder = self.slow if self.tokenizer is None else self.tokenizer
+        return str(decoder.decode(ids.tolist(), skip_special_tokens=False)).encode("utf-8", errors="replace")
