@@ -70,6 +70,21 @@ def test_float32_keeps_its_precision_when_vector_decays_reach_minus_twenty_a_ste
         close(x, y, 5e-6)
 
 
+@pytest.mark.parametrize("lengths", [None, [3, 0, 1, 70, 17]])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in VECTOR])
+def test_the_native_kernel_gives_the_outputs_states_and_gradients_of_the_definition(rule, lengths):
+    boundaries = None if lengths is None else SequenceBoundaries.from_lengths(lengths)
+    batch, time, count = (2, 91, 2) if lengths is None else (1, sum(lengths), len(lengths))
+    exact = arguments(rule, B=batch, T=time, H=2, HV=4, K=16, V=16)
+    state = random_state(rule, count, HV=4, K=16, V=16)
+    expected = outputs_and_gradients(recurrent(rule), exact, state, cu_seqlens=boundaries)
+    single = {name: x.float() for name, x in exact.items()}
+    state = random_state(rule, count, HV=4, K=16, V=16, dtype=torch.float32)
+    found = outputs_and_gradients(chunk(rule), single, state, cu_seqlens=boundaries, backend="cpu")
+    for x, y in zip(found, expected, strict=True):
+        close(x, y, 1e-5)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_pack_equals_its_sequences_one_by_one(rule):
     lengths = [3, 0, 1, 70, 17, 0, 1]
@@ -113,9 +128,11 @@ def test_segments_with_states_passed_on_equal_the_whole_sequence(rule):
     close(flat(state), flat(final), 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # on a CPU float32 goes to the native kernel
 @pytest.mark.parametrize("rule", RULES)
-def test_one_token_steps_in_place_equal_the_definition(rule):
-    tensors, state = arguments(rule, T=9, HV=4), random_state(rule, 2, HV=4)
+def test_one_token_steps_in_place_equal_the_definition(rule, dtype):
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    tensors, state = arguments(rule, T=9, HV=4, dtype=dtype), random_state(rule, 2, HV=4, dtype=dtype)
     expected, final = recurrent(rule)(**tensors, initial_state=state, output_final_state=True)
     states = {"state": state, "z_state": None}
     if isinstance(state, tuple):
@@ -123,8 +140,8 @@ def test_one_token_steps_in_place_equal_the_definition(rule):
     states = {name: x.clone() for name, x in states.items() if x is not None}
     for t in range(9):
         output = step(rule)(**{name: x[:, t] for name, x in tensors.items()}, **states)
-        close(output, expected[:, t], 1e-12)
-    close(flat(tuple(states.values()) if len(states) > 1 else states["state"]), flat(final), 1e-12)
+        close(output, expected[:, t], tolerance)
+    close(flat(tuple(states.values()) if len(states) > 1 else states["state"]), flat(final), tolerance)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "linear_attn"])

@@ -11,13 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.l2norm import l2norm
 
 from .backend import call_fla, choose_backend
-from .inputs import expand_heads, prepare
+from .inputs import Inputs, prepare
 from .recurrence import recurrent_scalar_decay
 from .scalar_decay import chunk_scalar_decay
-from .step import step_
+from .step import scalar_step_
 
 
 def chunk_comba(
@@ -44,10 +43,9 @@ def chunk_comba(
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         return call_fla("comba", "chunk_comba", q, k, v, k if p is None else p, g, beta, scale, **state, **options)
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
-    errors_along = inputs.k if p is None else inputs.key("p", p)
-    gates = inputs.log_decay("g", g), inputs.gate("beta", beta, 1.0)
-    output = chunk_scalar_decay(inputs, errors_along, *gates, chunk_size, backend)
-    return inputs.finish(*output, output_final_state)
+    return inputs.finish(
+        *chunk_scalar_decay(inputs, *closed_loop(inputs, p, g, beta), chunk_size, backend), output_final_state
+    )
 
 
 def recurrent_comba(
@@ -67,9 +65,7 @@ def recurrent_comba(
 ) -> tuple[Tensor, Tensor | None]:
     """The definition, token by token."""
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
-    errors_along = inputs.k if p is None else inputs.key("p", p)
-    output = recurrent_scalar_decay(inputs, errors_along, inputs.log_decay("g", g), inputs.gate("beta", beta, 1.0))
-    return inputs.finish(*output, output_final_state)
+    return inputs.finish(*recurrent_scalar_decay(inputs, *closed_loop(inputs, p, g, beta)), output_final_state)
 
 
 def comba_step(
@@ -86,12 +82,15 @@ def comba_step(
     state_indices: Tensor | None = None,
 ) -> Tensor:
     """One token, `[B, H, D]`, gates `[B, HV]`; `state` `[slots, HV, K, V]` is updated in place."""
-    heads, dtype = v.shape[1], state.dtype
-    q, k, p = q.to(dtype), k.to(dtype), None if p is None else p.to(dtype)
-    if use_qk_l2norm_in_kernel:
-        q, k, p = l2norm(q), l2norm(k), None if p is None else l2norm(p)
-    decay = k.new_ones(*v.shape[:2], 1) if g is None else g.to(dtype).exp().unsqueeze(-1)
-    read = k if p is None else p
-    if beta is not None:
-        k = beta.to(dtype).unsqueeze(-1) * expand_heads(k.unsqueeze(1), heads)[:, 0]
-    return step_(q, k, v, decay, state, read, scale=scale, state_indices=state_indices)
+    return scalar_step_(q, k, v, p, g, beta, state, scale, use_qk_l2norm_in_kernel, state_indices)
+
+
+def closed_loop(
+    inputs: Inputs, p: Tensor | None, g: Tensor | None, beta: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the scalar-decay core wants: p (None: k itself), log decays, writing strengths."""
+    return (
+        inputs.k if p is None else inputs.key("p", p),
+        inputs.log_decay("g", g),
+        inputs.gate("beta", beta, 1.0),
+    )

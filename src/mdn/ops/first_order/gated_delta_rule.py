@@ -1,6 +1,6 @@
 """The gated delta rule: S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T.
 
-It is Comba with p_t = exp(g_t) k_t.
+It is Comba with p_t = k_t, read at the decayed state.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.l2norm import l2norm
 
 from .backend import call_fla, choose_backend
-from .comba import chunk_comba, comba_step, recurrent_comba
+from .comba import closed_loop
 from .gates import log_decay_from, writing_strength
-from .inputs import Inputs, expand_heads, prepare
+from .inputs import prepare
+from .recurrence import recurrent_scalar_decay
+from .scalar_decay import chunk_scalar_decay
+from .step import scalar_step_
 
 
 def chunk_gated_delta_rule(
@@ -56,8 +58,9 @@ def chunk_gated_delta_rule(
             "gated_delta_rule", function, q, k, v, g, strength, scale, cu_seqlens=cu_seqlens, **state, **options
         )
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
-    output, final = chunk_comba(*_as_comba(inputs, g, strength), chunk_size=chunk_size, backend=backend)
-    return inputs.finish(output, final, output_final_state)
+    loop = closed_loop(inputs, None, g, strength)
+    output = chunk_scalar_decay(inputs, *loop, chunk_size, backend, read_decayed=True)
+    return inputs.finish(*output, output_final_state)
 
 
 def recurrent_gated_delta_rule(
@@ -74,7 +77,8 @@ def recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The definition, token by token."""
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel)
-    return inputs.finish(*recurrent_comba(*_as_comba(inputs, g, beta)), output_final_state)
+    output = recurrent_scalar_decay(inputs, *closed_loop(inputs, None, g, beta), read_decayed=True)
+    return inputs.finish(*output, output_final_state)
 
 
 def gated_delta_rule_step(
@@ -90,18 +94,5 @@ def gated_delta_rule_step(
     state_indices: Tensor | None = None,
 ) -> Tensor:
     """One token, `[B, H, D]`, gates `[B, HV]`; `state` `[slots, HV, K, V]` is updated in place."""
-    q, k = q.to(state.dtype), k.to(state.dtype)
-    if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
-    p = k
-    if g is not None:
-        p = g.to(state.dtype).exp().unsqueeze(-1) * expand_heads(k.unsqueeze(1), v.shape[1])[:, 0]
-    return comba_step(q, k, v, p, g, beta, state, scale=scale, state_indices=state_indices)
-
-
-def _as_comba(inputs: Inputs, g: Tensor | None, beta: Tensor | None) -> tuple:
-    """Comba's positional arguments, from q, k, v that are already normalised and scaled, with the final state."""
-    log_decay, strength = inputs.log_decay("g", g), inputs.gate("beta", beta, 1.0)
-    p = log_decay.exp().unsqueeze(-1) * inputs.k
-    state = inputs.initial_state, True, False, inputs.boundaries
-    return inputs.q, inputs.k, inputs.v, p, log_decay, strength, 1.0, *state
+    options = scale, use_qk_l2norm_in_kernel, state_indices
+    return scalar_step_(q, k, v, None, g, beta, state, *options, read_decayed=True)

@@ -17,7 +17,7 @@ from mdn.ops.boundaries import SequenceBoundaries
 from .backend import call_fla, choose_backend
 from .inputs import expand_heads
 from .simple_gla import chunk_simple_gla, recurrent_simple_gla
-from .step import step_
+from .step import scalar_step_, step_
 
 State = Tensor | tuple[Tensor, Tensor]
 EPSILON = 1e-10
@@ -81,12 +81,11 @@ def linear_attn_step(
     state_indices: Tensor | None = None,
 ) -> Tensor:
     """One token, `[B, H, D]`; `state` `[slots, HV, K, V]` (and `z_state` `[slots, HV, K]`) change in place."""
-    still = k.new_ones(*v.shape[:2], 1)
-    output = step_(q, k, v, still, state, scale=scale, state_indices=state_indices)
+    output = scalar_step_(q, k, v, None, None, None, state, scale, False, state_indices, erase=False)
     if z_state is None:
         return output
-    ones = still.to(z_state.dtype)
-    normaliser = step_(q, k, ones, still, z_state.unsqueeze(-1), scale=scale, state_indices=state_indices)
+    ones = z_state.new_ones(*v.shape[:2], 1)
+    normaliser = step_(q, k, ones, ones, z_state.unsqueeze(-1), scale=scale, state_indices=state_indices)
     return (output / (normaliser + EPSILON)).to(v.dtype)
 
 

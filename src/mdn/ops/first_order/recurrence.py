@@ -14,12 +14,14 @@ from torch import Tensor
 from .inputs import Inputs
 
 
-def recurrent_scalar_decay(inputs: Inputs, p: Tensor | None, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """r = v - S^T p (without p: v);  S <- exp(g) S + beta k r^T;  o = S^T q."""
+def recurrent_scalar_decay(
+    inputs: Inputs, p: Tensor | None, log_decay: Tensor, beta: Tensor, read_decayed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """r = v - S^T p (without p: v);  S <- exp(g) S + beta k r^T;  o = S^T q.   read_decayed: r = v - (exp(g) S)^T p."""
 
     def update(state: Tensor, t: int) -> Tensor:
-        error = inputs.v[:, t] if p is None else inputs.v[:, t] - _read(state, p[:, t])
         kept = log_decay[:, t, :, None, None].exp() * state
+        error = inputs.v[:, t] if p is None else inputs.v[:, t] - _read(kept if read_decayed else state, p[:, t])
         return kept + _outer(beta[:, t].unsqueeze(-1) * inputs.k[:, t], error)
 
     return _run(inputs, update)

@@ -22,13 +22,27 @@ from torch import Tensor
 
 from .inputs import Inputs
 from .layout import chunk_layout
+from .native import native_scalar_decay
 from .state_scan import state_scan
 
 
 def chunk_scalar_decay(
-    inputs: Inputs, p: Tensor | None, log_decay: Tensor, beta: Tensor, chunk_size: int, backend: str = "torch"
+    inputs: Inputs,
+    p: Tensor | None,
+    log_decay: Tensor,
+    beta: Tensor,
+    chunk_size: int,
+    backend: str,
+    read_decayed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, T, HV, V]` and final states `[N, HV, K, V]`, in the dtype of the computation."""
+    """Outputs `[B, T, HV, V]` and final states `[N, HV, K, V]`, in the dtype of the computation.
+
+    `read_decayed` multiplies p by the decay: the error is read at the decayed state.
+    """
+    if backend == "cpu":
+        return native_scalar_decay(inputs, p, log_decay, beta, chunk_size, read_decayed)
+    if read_decayed and p is not None:
+        p = log_decay.exp().unsqueeze(-1) * p
     layout = chunk_layout(inputs.v, inputs.boundaries, chunk_size)
     initial = layout.rank_states(inputs.initial_state)
     with torch.autocast(inputs.v.device.type, enabled=False):

@@ -14,7 +14,7 @@ from .backend import call_fla, choose_backend
 from .inputs import prepare
 from .recurrence import recurrent_scalar_decay
 from .scalar_decay import chunk_scalar_decay
-from .step import step_
+from .step import scalar_step_
 
 
 def chunk_simple_gla(
@@ -74,7 +74,7 @@ def simple_gla_step(
     state_indices: Tensor | None = None,
 ) -> Tensor:
     """One token, `[B, H, D]` and g `[B, HV]`; `state` `[slots, HV, K, V]` is updated in place."""
-    return step_(q, k, v, g.to(state.dtype).exp(), state, scale=scale, state_indices=state_indices)
+    return scalar_step_(q, k, v, None, g, None, state, scale, False, state_indices, erase=False)
 
 
 def _one_gate(g: Tensor | None, g_gamma: Tensor | None, v: Tensor) -> Tensor | None:

@@ -11,6 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mdn.ops.l2norm import l2norm
+from mdn.ops.momentum_delta_rule.options import RuleOptions
+
+from .backend import choose_backend, native_kernel
+
 
 @torch.no_grad()
 def step_(
@@ -49,8 +54,44 @@ def step_(
     return output.view(batch, heads, width).to(v.dtype)
 
 
+def scalar_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    scale: float | None,
+    normalise: bool,
+    state_indices: Tensor | None,
+    read_decayed: bool = False,
+    erase: bool = True,
+) -> Tensor:
+    """A scalar-decay rule: p None is k, g None no decay, beta None ones; `erase=False` subtracts nothing from v."""
+    if state.dtype == torch.float32 and choose_backend(v, "auto") == "cpu":
+        scale = k.shape[-1] ** -0.5 if scale is None else scale
+        options = RuleOptions(scale=scale, l2norm=normalise, p_times_alpha=read_decayed)
+        return native_kernel().first_order_step_(q, k, v, p, g, beta, state, state_indices, options, erase=erase)
+    q, k, p = q.to(state.dtype), k.to(state.dtype), None if p is None else p.to(state.dtype)
+    if normalise:
+        q, k, p = l2norm(q), l2norm(k), None if p is None else l2norm(p)
+    heads = v.shape[1]
+    decay = k.new_ones(*v.shape[:2], 1) if g is None else g.to(state.dtype).exp().unsqueeze(-1)
+    read = None
+    if erase:
+        read = _heads(k if p is None else p, heads)
+        read = decay * read if read_decayed else read
+    if beta is not None:
+        k = beta.to(state.dtype).unsqueeze(-1) * _heads(k, heads)
+    return step_(q, k, v, decay, state, read, scale=scale, state_indices=state_indices)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """`[B, H, K]` to `[B, heads, K]`."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
 def _rows(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """`[B, H, K]` to `[B * heads, 1, K]`."""
-    if x.shape[1] != heads:
-        x = x.repeat_interleave(heads // x.shape[1], 1)
-    return x.to(dtype).reshape(-1, 1, x.shape[-1])
+    return _heads(x, heads).to(dtype).reshape(-1, 1, x.shape[-1])
