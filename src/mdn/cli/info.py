@@ -1,0 +1,44 @@
+"""`mdn info`: what a model costs, from its configuration alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+HELP = "parameters by part, state bytes per sequence and FLOPs per token of a model or config"
+EXAMPLE = "mdn info mdn_400M --context 4096"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a shipped config (mdn_400M), a JSON file, a model directory or a Hub id")
+    parser.add_argument("--context", type=int, default=4096, help="tokens seen so far, for attention layers (4096)")
+    parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16", help="dtype of weights (bfloat16)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.context < 1:
+        raise ValueError(f"--context must be at least 1, got {args.context}")
+    from mdn.models.info import load_config, model_facts
+
+    config = load_config(args.model)
+    facts = model_facts(config, args.context, DTYPE_BYTES[args.dtype])
+    kinds = [config.mixer_name(layer) for layer in range(config.num_hidden_layers)]
+    layers = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+    print(f"{args.model}: {config.num_hidden_layers} layers ({layers}), hidden size {config.hidden_size}")
+    print("\nparameters")
+    for part, number in facts.parameters.items():
+        print(f"  {part:<16}{number:>16,}  {number / facts.total_parameters:6.1%}")
+    print(f"  {'total':<16}{facts.total_parameters:>16,}")
+    print(f"\nstate of one sequence after {args.context:,} tokens ({args.dtype})")
+    for kind, size in facts.state_bytes.items():
+        print(f"  {kind:<16}{size:>16,} bytes")
+    print(f"  {'total':<16}{sum(facts.state_bytes.values()):>16,} bytes")
+    print(f"  grows by {facts.state_bytes_per_token:,} bytes per token")
+    print(f"\nFLOPs per token at a context of {args.context:,}")
+    print(f"  {'forward':<16}{facts.forward_flops_per_token:>16,}")
+    print(f"  {'training':<16}{facts.training_flops_per_token:>16,}")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"model": args.model, "dtype": args.dtype, **facts.as_dict()}, indent=2) + "\n")
