@@ -47,13 +47,14 @@ class ChunkReader:
         """A [B, T, HV, V] tensor as [Z, C, V]."""
         return self._load(x, group, 1)
 
-    def unit(self, x: Tensor, group: Group) -> Unit:
+    def unit(self, x: Tensor, group: Group, out: Tensor | None = None) -> Unit:
         """q, k or p [B, T, H, K] as [Z, C, K], one head per value head."""
         rows = self._load(x, group, self.repeats)
         if not self.options.l2norm:
-            return Unit(rows, None)
-        inverse_norm = torch.rsqrt((rows * rows).sum(-1, keepdim=True).add_(L2NORM_EPS))
-        return Unit(rows.mul_(inverse_norm), inverse_norm)
+            return Unit(rows if out is None else out.copy_(rows), None)
+        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+        inverse_norm = norm.square_().add_(L2NORM_EPS).rsqrt_()
+        return Unit(torch.mul(rows, inverse_norm, out=rows if out is None else out), inverse_norm)
 
     def gates(self, group: Group) -> Gates:
         table = self.gate_table.index_select(1, group.rows(self.heads))

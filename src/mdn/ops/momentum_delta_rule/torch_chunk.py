@@ -26,8 +26,8 @@ from mdn.ops.momentum_delta_rule.schedule import Group, Slab, choose_chunk_size,
 
 # (chunk, head) pairs worked on at once, and bytes of their states: larger batches fall out of the caches, and larger
 # temporaries are given back to the system after each use and fault in again.
-PAIRS_AT_ONCE = 128
-STATE_BYTES_AT_ONCE = 8 * 2**20
+PAIRS_AT_ONCE = 64
+STATE_BYTES_AT_ONCE = 4 * 2**20
 
 
 @dataclass
@@ -175,7 +175,7 @@ def _backward_rounds(
         current = grad_state[: z.stop - z.start]
         grad_after[z] = current
         grad_errors = torch.baddbmm(grad_targets[z, :size], chunk.write.rows[z], current)
-        torch.bmm(chunk.inverse[z].mT, grad_errors, out=grad_targets[z, :size])
+        grad_targets[z, :size] = torch.bmm(chunk.inverse[z].mT, grad_errors)  # faster than out= into a strided slice
         chunk.write.retreat_(current, z)
         current.baddbmm_(chunk.read[z].mT, grad_targets[z])
     return grad_targets
@@ -289,14 +289,18 @@ def _vector_gradients(
 
 def prepare(reader: ChunkReader, group: Group) -> Chunk:
     gates = reader.gates(group)
-    key, query = reader.unit(reader.k, group), reader.unit(reader.q, group)
+    key = reader.unit(reader.k, group)
     probe = key if reader.p is None else reader.unit(reader.p, group)
+    size, width = key.rows.shape[1:]
+    probe_query = key.rows.new_empty(len(key.rows), 2 * size, width)
+    query = reader.unit(reader.q, group, out=probe_query[:, size:])
+    if reader.options.p_times_alpha:
+        torch.mul(probe.rows, gates.log_alpha.exp().unsqueeze(-1), out=probe_query[:, :size])
+    else:
+        probe_query[:, :size] = probe.rows
     scaled_key = key.rows * gates.eta.unsqueeze(-1)
-    scaled_probe = probe.rows * gates.log_alpha.exp().unsqueeze(-1) if reader.options.p_times_alpha else probe.rows
-    probe_query = torch.cat([scaled_probe, query.rows], dim=1)
     decay_alpha, decay_mu, gamma = momentum_coefficients(gates.log_alpha, gates.log_mu, gates.beta)
 
-    size = scaled_key.shape[1]
     scores = torch.bmm(probe_query, scaled_key.mT)
     mixed = times_gamma(scores, gamma)
     identity = torch.eye(size, dtype=gamma.dtype, device=gamma.device).expand(len(gamma), -1, -1)
@@ -432,7 +436,8 @@ def _states_of_group(
         z = slice(first * heads, end * heads)
         current = state[: z.stop - z.start]
         states[z] = current
-        write.advance_(current, errors[z], z)
+        if (first, end) != group.rounds[-1]:
+            write.advance_(current, errors[z], z)
 
 
 class GradientWriters:
