@@ -1,7 +1,8 @@
 """The optional native CPU kernel; everything else about the package is in pyproject.toml.
 
-The kernel (src/mdn/ops/cpu/csrc) is plain C++ with a C interface: no Python or torch headers. It is compiled once per instruction
-set into a shared library beside ``mdn/ops/cpu/__init__.py``; at run time the best one for the processor is loaded.
+The kernel (src/mdn/ops/cpu/csrc) is plain C++ with a C interface: no Python or torch headers. It is compiled once per
+instruction set into a shared library beside ``mdn/ops/cpu/__init__.py``; at run time the best one for the processor
+is loaded.
 A variant that does not compile (no compiler, or an old one) is left out, and the install still succeeds.
 """
 

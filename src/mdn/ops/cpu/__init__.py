@@ -3,13 +3,14 @@
 ``forward``, ``backward`` and ``step_`` are what docs/architecture.md asks of a backend: float32 or bfloat16 in and out,
 float32 arithmetic. Importing this loads nothing; ``why_unavailable()`` says whether the kernel can be used.
 
-The first-order rules have no momentum: ``S_t = alpha_t S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T``. They have one state,
-``[N, HV, K, V]``, and cost half as much:
+The first-order rules have no momentum: ``S_t = alpha_t S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T``. They have one
+state, ``[N, HV, K, V]``, and cost half as much:
 
     first_order_forward(q, k, v, p, log_alpha, beta, initial_state, boundaries, options, save_residual, erase=True)
         -> (o, final_state, residual)
-    first_order_backward(grad_o, grad_final_state, q, k, v, p, log_alpha, beta, initial_state, residual, boundaries, options,
-                         erase=True) -> (dq, dk, dv, dp | None, dlog_alpha | None, dbeta | None, dinitial_state | None)
+    first_order_backward(grad_o, grad_final_state, q, k, v, p, log_alpha, beta, initial_state, residual, boundaries,
+                         options, erase=True)
+        -> (dq, dk, dv, dp | None, dlog_alpha | None, dbeta | None, dinitial_state | None)
     first_order_step_(q, k, v, p, log_alpha, beta, S, state_indices, options, erase=True) -> o
 
 There ``log_alpha=None`` means alpha = 1, ``beta=None`` means beta = 1, and ``erase=False`` means p = 0 (nothing is

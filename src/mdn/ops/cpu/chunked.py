@@ -1,12 +1,13 @@
 """Forward and backward over whole sequences: fills in the kernel's arguments, adds up what it returns in parts.
 
-Shapes as in docs/architecture.md. Batched ``[B, T, ...]`` input is handed over as B sequences of one row of B * T tokens.
+Shapes as in docs/architecture.md. Batched ``[B, T, ...]`` input goes over as one row of B sequences.
 """
 
 from __future__ import annotations
 
 from ctypes import addressof, byref, c_int64
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ def _start(
     problem.p_times_alpha, problem.has_momentum, problem.has_erase = options.p_times_alpha, "log_mu" in gates, erase
     problem.chunk = _chunk(key_dim, options.chunk_size)
     call = Call(problem, dtype, batch, time, key_heads, value_heads, key_dim, value_dim, len(offsets) - 1, [])
-    longest = max((end - start for start, end in zip(offsets, offsets[1:])), default=0)
+    longest = max((end - start for start, end in pairwise(offsets)), default=0)
     problem.threads, problem.slices = _division(call, longest)
     keys = (batch, time, key_heads, key_dim)
     packed_offsets = (c_int64 * len(offsets))(*offsets)
@@ -132,12 +133,12 @@ def _division(call: Call, longest: int) -> tuple[int, int]:
     return threads, min(possible, key=time_with)
 
 
-def _forward(call: Call, save_residual: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _forward(call: Call, save_residual: bool) -> tuple[Tensor, Tensor, Tensor]:
     o = torch.empty(call.value_shape, dtype=call.dtype)
-    residual = torch.empty(call.value_shape, dtype=torch.float32) if save_residual else None
+    residual = torch.empty(call.value_shape if save_residual else 0, dtype=torch.float32)
     stacked = (2, *call.state_shape) if call.problem.has_momentum else call.state_shape
     final_state = torch.empty(stacked, dtype=torch.float32)
-    call.give(o=o, residual=residual)
+    call.give(o=o, residual=residual if save_residual else None)
     call.give_state("final_state", "final_momentum", final_state)
     check_result(library().mdn_forward(byref(call.problem)))
     return o, final_state, residual
@@ -180,7 +181,8 @@ def _backward(
     call.give_state("dinitial_state", "dinitial_momentum", dinitial)
     check_result(library().mdn_backward(byref(call.problem)))
     dq, dk, dp = (_joined(x, call.key_heads) for x in (dq, dk, dp))
-    assert dq is not None and dk is not None
+    assert dq is not None
+    assert dk is not None
     return Gradients(dq, dk, dv, dp, {name: _joined(x, call.value_heads) for name, x in dgates.items()}, dinitial)
 
 
@@ -196,7 +198,7 @@ def _like(x: Tensor | None, given: Tensor | None) -> Tensor | None:
 
 
 def forward(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, boundaries, options, save_residual):
-    """-> (o, final_state, residual | None), as docs/architecture.md says."""
+    """-> (o, final_state, residual), as docs/architecture.md says; the residual is empty if not saved."""
     gates = {"log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta}
     call = _start(q, k, v, p, gates, initial_state, boundaries, options, True)
     o, final_state, residual = _forward(call, save_residual)
@@ -218,7 +220,7 @@ def backward(
 def first_order_forward(
     q, k, v, p, log_alpha, beta, initial_state, boundaries, options, save_residual, erase: bool = True
 ):
-    """-> (o, final_state [N, HV, K, V], residual | None); see the package's docstring."""
+    """-> (o, final_state [N, HV, K, V], residual); see the package's docstring."""
     gates = {"log_alpha": log_alpha, "beta": beta}
     call = _start(q, k, v, p, gates, initial_state, boundaries, options, erase)
     o, final_state, residual = _forward(call, save_residual)

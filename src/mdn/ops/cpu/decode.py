@@ -1,6 +1,7 @@
 """One token per sequence, the states updated in place (decode).
 
-q, k, p ``[B, H, K]``, v ``[B, HV, V]``, gates ``[B, HV]``, states ``[slots, HV, K, V]`` with a contiguous last dimension.
+q, k, p ``[B, H, K]``, v ``[B, HV, V]``, gates ``[B, HV]``, states ``[slots, HV, K, V]``
+with a contiguous last dimension.
 """
 
 from __future__ import annotations

@@ -61,4 +61,7 @@ MDN_PUBLIC int mdn_step(const MdnStep* step);
 
 // Whether this processor and its system can run the variant of that name: "baseline", "avx2" or "avx512".
 MDN_PUBLIC int mdn_supports(const char* instruction_set);
+
+// Sizes of the two structs, for a check that Python mirrors them.
+MDN_PUBLIC void mdn_struct_sizes(int64_t* sizes);
 }

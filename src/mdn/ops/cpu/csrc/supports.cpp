@@ -13,3 +13,8 @@ extern "C" int mdn_supports(const char* instruction_set) {
 #endif
     return 0;
 }
+
+extern "C" void mdn_struct_sizes(int64_t* sizes) {
+    sizes[0] = sizeof(MdnProblem);
+    sizes[1] = sizeof(MdnStep);
+}

@@ -6,7 +6,7 @@
 
 namespace mdn {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(MDN_WIDE)  // MDN_WIDE: this shape on a processor without it, for tests
 constexpr int kLanes = 16, kTileRows = 12, kRestRows = 4;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8, kTileRows = 6, kRestRows = 4;

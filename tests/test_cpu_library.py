@@ -1,0 +1,148 @@
+"""Loading the native kernel, its threads, forks, and what happens where it was not built."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpu_cases import Inputs, make_inputs, options_for
+from mdn.ops import cpu
+from mdn.ops.cpu import library
+
+
+@pytest.fixture
+def fresh_library(monkeypatch: pytest.MonkeyPatch):
+    """Loads again with the environment of the test, and once more afterwards."""
+    library._find.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    library._find.cache_clear()
+
+
+def test_the_kernel_is_built_here_and_the_best_variant_is_chosen() -> None:
+    assert cpu.why_unavailable() is None
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability in ("AVX2", "AVX512"):
+        assert cpu.instruction_set() == capability.lower()
+
+
+def test_a_missing_library_is_explained(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh_library.setenv("MDN_CPU_LIBRARY_DIR", str(tmp_path))
+    assert "C++ compiler" in cpu.why_unavailable()
+    assert cpu.instruction_set() is None
+    inputs = make_inputs(time=2)
+    with pytest.raises(RuntimeError, match="native CPU kernel cannot be used"):
+        cpu.forward(*inputs.as_tuple(), None, options_for(inputs), False)
+
+
+def test_a_broken_library_is_explained(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "_kernel_baseline.so").write_bytes(b"not a library")
+    fresh_library.setenv("MDN_CPU_LIBRARY_DIR", str(tmp_path))
+    assert "does not load" in cpu.why_unavailable()
+
+
+@pytest.mark.parametrize("name", ["sse9", "avx512"])
+def test_an_instruction_set_that_cannot_be_used_is_refused(fresh_library: pytest.MonkeyPatch, name: str) -> None:
+    fresh_library.setenv("MDN_CPU_ISA", name)
+    supported = name == "avx512" and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    assert (cpu.why_unavailable() is None) == supported
+
+
+def test_the_structs_have_the_size_that_the_library_was_built_with() -> None:
+    sizes = (ctypes.c_int64 * 2)()
+    library.library().mdn_struct_sizes(sizes)
+    assert list(sizes) == [ctypes.sizeof(library.Problem), ctypes.sizeof(library.Step)]
+
+
+def test_importing_the_backend_loads_no_library() -> None:
+    code = "import mdn.ops.cpu as cpu, mdn.ops.cpu.library as l; assert l._find.cache_info().currsize == 0"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def one_call(seed: int) -> torch.Tensor:
+    inputs = make_inputs(batch=2, time=150, key_dim=64, value_dim=64, seed=seed)
+    options = options_for(inputs)
+    o, state, residual = cpu.forward(*inputs.as_tuple(), None, options, True)
+    gradients = cpu.backward(o, state, *inputs.as_tuple(), residual, None, options)
+    return torch.cat([x.flatten() for x in (o, state, *gradients) if x is not None])
+
+
+def test_several_python_threads_may_call_at_once() -> None:
+    wanted = [one_call(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(one_call, [seed for _ in range(5) for seed in range(4)]))
+    for index, result in enumerate(found):
+        assert torch.equal(result, wanted[index % 4])
+
+
+def _child(connection, inputs: Inputs, threads: int) -> None:
+    """Only the kernel runs here: torch's own parallel operations would wait for threads that the child does not have."""
+    if threads:
+        torch.set_num_threads(threads)
+    options = options_for(inputs)
+    o, state, residual = cpu.forward(*inputs.as_tuple(), None, options, True)
+    gradients = cpu.backward(o, state, *inputs.as_tuple(), residual, None, options)
+    connection.send([gradient.flatten()[:50].tolist() for gradient in gradients if gradient is not None])
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_forked_child_can_call_after_the_parent_did(threads: int) -> None:
+    """As in a DataLoader worker, which sets one thread, and in a child that keeps all of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    inputs = make_inputs(batch=2, time=150, key_dim=64, value_dim=64)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    here, there = context.Pipe(duplex=False)
+    try:
+        _child(there, inputs, 0)
+        child = context.Process(target=_child, args=(sender, inputs, threads))
+        child.start()
+        answered = receiver.poll(60)
+        if not answered:
+            child.kill()
+        child.join(10)
+        assert answered, "the forked child hangs"
+        assert receiver.recv() == here.recv()
+        assert child.exitcode == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_denormals_are_restored_after_a_call() -> None:
+    one_call(1)
+    smallest = torch.tensor([1e-40])
+    assert (smallest * 1.0).item() != 0
+
+
+def test_memory_of_inference_tensors_can_be_used() -> None:
+    wanted = one_call(2)
+    with torch.inference_mode():
+        assert torch.equal(one_call(2), wanted)
+
+
+def test_the_install_succeeds_without_a_compiler(tmp_path: Path) -> None:
+    """build_ext with a compiler that does not exist: a warning, no library, exit code 0."""
+    root = Path(__file__).parents[1]
+    environment = os.environ | {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
+    command = [
+        sys.executable,
+        "setup.py",
+        "build_ext",
+        "--build-lib",
+        str(tmp_path / "lib"),
+        "--build-temp",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+    assert "failed" in done.stderr
