@@ -1,0 +1,67 @@
+"""Timing for comparisons: all peers in one process, interleaved, the least of several repeats.
+
+The least time is the one with the fewest interruptions; interleaving makes a slow phase of the machine hit every peer.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+
+import torch
+from tqdm import tqdm
+
+
+def interleaved(
+    calls: dict[str, Callable[[], object]], repeats: int = 7, budget_seconds: float = 20.0, label: str = ""
+) -> dict[str, float]:
+    """Least seconds per call of each, calling them in turn. Stops early when the budget is spent (two rounds at least)."""
+    for call in calls.values():
+        call()
+    least = dict.fromkeys(calls, float("inf"))
+    started = time.perf_counter()
+    for done in tqdm(range(repeats), desc=label, leave=False, disable=not label):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            _wait_for_device()
+            least[name] = min(least[name], time.perf_counter() - begin)
+        if done and time.perf_counter() - started > budget_seconds:
+            break
+    return least
+
+
+def matmul_rate(size: int = 2048) -> float:
+    """FLOP/s of one large float32 matrix product: the roofline that op rates are compared with."""
+    x = torch.randn(size, size)
+    y = torch.randn(size, size)
+    seconds = interleaved({"matmul": lambda: x @ y}, repeats=5)["matmul"]
+    return 2 * size**3 / seconds
+
+
+def machine() -> dict[str, object]:
+    """What a figure depends on besides the code."""
+    return {
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load_before": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+        return names[0] if names else platform.processor()
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
