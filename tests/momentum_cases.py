@@ -5,7 +5,7 @@ Shapes: q, k, p [B, T, H, K]; v, o [B, T, HV, V]; gates [B, T, HV]; states [2, N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -37,7 +37,7 @@ def make_inputs(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Inputs:
-    """Random vectors, gates drawn inside the bounds of the layer, and a random initial state of N sequences (default B)."""
+    """Random vectors, gates inside the bounds of the layer, a random initial state of N (default B) sequences."""
     generator = torch.Generator().manual_seed(seed)
     HV = HV or H
 
@@ -121,7 +121,7 @@ def recurrence(
     decay_p: bool = True,
     block: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """The four equations, token by token, in the dtype of the inputs. ``block > 1``: the error is read at the block's start."""
+    """The four equations, token by token, in the dtype of the inputs; errors are read at their block's first state."""
     p = k if p is None else p
     if normalise:
         q, k, p = unit(q), unit(k), unit(p)
@@ -132,31 +132,24 @@ def recurrence(
     if decay_p:
         p = alpha[..., None] * p
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    outputs, finals = [], []
-    for rows, start, end, state in _sequences(q, v, initial_state, offsets):
-        S, M = state[0], state[1]
-        for t in range(start, end):
-            seen = S if (t - start) % block == 0 else seen
-            r = v[rows, t] - (p[rows, t].unsqueeze(-1) * seen).sum(-2)
-            gain = eta[rows, t, :, None, None]
-            M = mu[rows, t, :, None, None] * M - gain * k[rows, t].unsqueeze(-1) * r.unsqueeze(-2)
-            S = alpha[rows, t, :, None, None] * S - beta[rows, t, :, None, None] * M
-            outputs.append(scale * (q[rows, t].unsqueeze(-1) * S).sum(-2))
-        finals.append(torch.stack([S, M]))
-    o = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)
-    return o, torch.cat(finals, dim=1)
-
-
-def _sequences(q: Tensor, v: Tensor, initial_state: Tensor | None, offsets: list[int] | None) -> Iterator[tuple]:
-    """(rows of the batch, first token, end, state) of everything that runs on its own."""
     count = q.shape[0] if offsets is None else len(offsets) - 1
     if initial_state is None:
         initial_state = v.new_zeros(2, count, v.shape[2], q.shape[3], v.shape[3])
-    if offsets is None:
-        yield slice(None), 0, q.shape[1], initial_state
-        return
-    for n, (start, end) in enumerate(pairwise(offsets)):
-        yield slice(None), start, end, initial_state[:, n : n + 1]
+    spans = [(slice(None), 0, q.shape[1])]
+    if offsets is not None:
+        spans = [(slice(n, n + 1), start, end) for n, (start, end) in enumerate(pairwise(offsets))]
+    outputs, finals = [], []
+    for sequences, start, end in spans:
+        S, M = seen = initial_state[:, sequences]
+        for t in range(start, end):
+            seen = S if (t - start) % block == 0 else seen
+            r = v[:, t] - (p[:, t].unsqueeze(-1) * seen).sum(-2)
+            M = mu[:, t, :, None, None] * M - eta[:, t, :, None, None] * k[:, t].unsqueeze(-1) * r.unsqueeze(-2)
+            S = alpha[:, t, :, None, None] * S - beta[:, t, :, None, None] * M
+            outputs.append(scale * (q[:, t].unsqueeze(-1) * S).sum(-2))
+        finals.append(torch.stack([S, M]))
+    o = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)
+    return o, torch.cat(finals, dim=1)
 
 
 # ------------------------------------------------------------------------------------------------------- comparison

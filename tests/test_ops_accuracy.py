@@ -67,7 +67,7 @@ def test_gates_of_zero_and_one_among_ordinary_ones(name: str, value: float) -> N
 @pytest.mark.parametrize("name", ["beta", "eta"])
 @pytest.mark.parametrize("T", LENGTHS)
 def test_no_write_and_no_step(T: int, name: str) -> None:
-    """Nothing is written when eta is 0, so decays are slow here: something of the initial state must be left to compare."""
+    """Nothing is written when eta is 0, so decays are slow here: some of the initial state must be left to compare."""
     inputs = make_inputs(T=T)
     slow = inputs | {"log_alpha": 0.02 * inputs["log_alpha"], "log_mu": 0.02 * inputs["log_mu"]}
     assert_within_bars(errors_against_recurrence(constant(slow, **{name: 0.0})))
