@@ -1,7 +1,9 @@
 """The rules as functions on tensors ``[B, T, H, D]``. Light to import: torch only."""
 
+from mdn.ops import first_order
 from mdn.ops.backends import explain_backend
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.first_order import *  # noqa: F403
 from mdn.ops.momentum_delta_rule import (
     blockwise_momentum_delta_rule,
     chunk_momentum_delta_rule,
@@ -18,4 +20,5 @@ __all__ = [
     "fused_recurrent_momentum_delta_rule",
     "momentum_delta_step",
     "recurrent_momentum_delta_rule",
+    *first_order.__all__,
 ]
