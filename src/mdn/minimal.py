@@ -68,12 +68,12 @@ def one_chunk(q, k, v, log_alpha, log_mu, beta, eta, S: Tensor, M: Tensor) -> tu
     return o * q.shape[-1] ** -0.5, end_alpha * S - end_b * M + write_S.mT @ R, end_mu * M - write_M.mT @ R
 
 
-def chunkwise(q, k, v, log_alpha, log_mu, beta, eta, S: Tensor, M: Tensor, chunk_size: int = 64):
+def chunkwise(q, k, v, log_alpha, log_mu, beta, eta, S: Tensor, M: Tensor, *, chunk_size: int = 64):
     """The same numbers as ``recurrence``: chunk after chunk, any length, any chunk size."""
     outputs = []
     for start in range(0, q.shape[2], chunk_size):
         chunk = (x[:, :, start : start + chunk_size] for x in (q, k, v, log_alpha, log_mu, beta, eta))
-        o, S, M = one_chunk(*chunk, S, M)
+        o, S, M = one_chunk(*chunk, S=S, M=M)
         outputs.append(o)
     return torch.cat(outputs, dim=2), S, M
 
@@ -96,7 +96,7 @@ def largest_differences(inputs: list[Tensor], chunk_size: int) -> tuple[float, f
     """Between recurrence and chunk form: of the results, and of the gradients of all nine inputs."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     results = recurrence(*inputs), chunkwise(*inputs, chunk_size=chunk_size)
-    gradients = [torch.autograd.grad(sum(x.square().sum() for x in result), inputs) for result in results]
+    gradients = [torch.autograd.grad([x.square().sum() for x in result], inputs) for result in results]
     return _largest_difference(*results), _largest_difference(*gradients)
 
 
