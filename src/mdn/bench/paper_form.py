@@ -63,7 +63,9 @@ def paper_chunk_momentum_delta_rule(
     outputs = []
     for i in range(q.shape[2]):
         errors = u[:, :, i] - y[:, :, i] @ fast_weight + z[:, :, i] @ momentum
-        read = (abar[:, :, i].unsqueeze(-1) * q[:, :, i]) @ fast_weight - (b[:, :, i].unsqueeze(-1) * q[:, :, i]) @ momentum
+        read = (abar[:, :, i].unsqueeze(-1) * q[:, :, i]) @ fast_weight - (
+            b[:, :, i].unsqueeze(-1) * q[:, :, i]
+        ) @ momentum
         outputs.append(read + attend[:, :, i] @ errors)
         end = (slice(None), slice(None), i, slice(-1, None), None)
         fast_weight = abar[end] * fast_weight - b[end] * momentum + to_fast_weight[:, :, i].mT @ errors

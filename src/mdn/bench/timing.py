@@ -17,7 +17,8 @@ from tqdm import tqdm
 def interleaved(
     calls: dict[str, Callable[[], object]], repeats: int = 7, budget_seconds: float = 20.0, label: str = ""
 ) -> dict[str, float]:
-    """Least seconds per call of each, calling them in turn. Stops early when the budget is spent (two rounds at least)."""
+    """Least seconds per call of each, calling them in turn. Stops early when the budget is spent (two rounds at
+    least)."""
     for call in calls.values():
         call()
     least = dict.fromkeys(calls, float("inf"))

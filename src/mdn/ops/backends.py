@@ -85,7 +85,7 @@ def explain_backend(tensor: Tensor, backend: str = "auto") -> str:
     """One line: what would run for this tensor, and why."""
     check_backend_name(backend)
     if backend == "auto":
-        name, reason = automatic_choice(tensor)
-        return f"auto -> {name}: {reason}"
-    reason = why_not(backend, tensor)
-    return f"{backend}: usable" if reason is None else f"{backend}: not usable, {reason}"
+        name, why = automatic_choice(tensor)
+        return f"auto -> {name}: {why}"
+    obstacle = why_not(backend, tensor)
+    return f"{backend}: usable" if obstacle is None else f"{backend}: not usable, {obstacle}"

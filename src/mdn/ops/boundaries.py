@@ -6,6 +6,7 @@ same object, an op and a convolution can never disagree about a boundary. Sequen
 
 from __future__ import annotations
 
+import itertools
 from functools import cached_property
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 class SequenceBoundaries:
     """Boundaries of N sequences packed into one row of ``total`` tokens.
 
-    Build it with one of the ``from_*`` constructors. ``offsets`` are host integers, ``cu_seqlens`` the same numbers as an
-    int64 tensor ``[N + 1]`` on the device. When it came from an attention mask, ``unpad`` and ``pad`` move tensors
-    between the padded ``[B, T, ...]`` and the packed ``[1, total, ...]`` layout.
+    Build it with one of the ``from_*`` constructors. ``offsets`` are host integers, ``cu_seqlens`` the same numbers
+    as an int64 tensor ``[N + 1]`` on the device. When it came from an attention mask, ``unpad`` and ``pad`` move
+    tensors between the padded ``[B, T, ...]`` and the packed ``[1, total, ...]`` layout.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class SequenceBoundaries:
         offsets = tuple(cu_seqlens.tolist())
         if offsets[0] != 0:
             raise ValueError(f"{name} must start at 0, got {offsets[0]}")
-        for i, (start, end) in enumerate(zip(offsets, offsets[1:])):
+        for i, (start, end) in enumerate(itertools.pairwise(offsets)):
             if end < start:
                 raise ValueError(f"{name} must be sorted, but entry {i + 1} is {end} after {start}")
         found = cls(cu_seqlens.to(torch.int64), offsets)
@@ -60,7 +61,9 @@ class SequenceBoundaries:
         return found
 
     @classmethod
-    def from_lengths(cls, lengths: list[int] | tuple[int, ...], device: torch.device | str = "cpu") -> SequenceBoundaries:
+    def from_lengths(
+        cls, lengths: list[int] | tuple[int, ...], device: torch.device | str = "cpu"
+    ) -> SequenceBoundaries:
         offsets = [0]
         for length in lengths:
             offsets.append(offsets[-1] + int(length))
@@ -100,7 +103,7 @@ class SequenceBoundaries:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(end - start for start, end in zip(self.offsets, self.offsets[1:]))
+        return tuple(end - start for start, end in itertools.pairwise(self.offsets))
 
     @cached_property
     def max_length(self) -> int:
@@ -155,7 +158,8 @@ def _remember(cu_seqlens: Tensor, found: SequenceBoundaries) -> None:
 
 
 def _remembered(cu_seqlens: Tensor) -> SequenceBoundaries | None:
-    """The boundaries found earlier for this very tensor, unless it was written to since (inference tensors cannot say)."""
+    """The boundaries found earlier for this very tensor, unless it was written to since (inference tensors cannot
+    say)."""
     if cu_seqlens.is_inference():
         return None
     version, found = getattr(cu_seqlens, "_mdn_boundaries", (None, None))

@@ -1,7 +1,7 @@
 """The public functions of the momentum delta rule: arguments checked here, work done by a backend.
 
-Shapes: q, k, p [B, T, H, K]; v, o [B, T, HV, V] (HV a multiple of H); gates [B, T, HV]; states [2, N, HV, K, V], S then M,
-where N is B, or the number of sequences in ``cu_seqlens``.
+Shapes: q, k, p [B, T, H, K]; v, o [B, T, HV, V] (HV a multiple of H); gates [B, T, HV]; states [2, N, HV, K, V], S
+then M, where N is B, or the number of sequences in ``cu_seqlens``.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def _check(q, k, v, p, log_alpha, log_mu, beta, eta, scale, initial_state, cu_se
 
 def _fill(gate: Tensor | None, v: Tensor) -> Tensor:
     if gate is not None or not isinstance(v, Tensor):
-        return gate  # type: ignore[return-value]
+        return gate
     return torch.ones(v.shape[:-1], dtype=torch.float64 if v.dtype == torch.float64 else torch.float32, device=v.device)
 
 

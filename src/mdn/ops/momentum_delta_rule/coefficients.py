@@ -1,7 +1,8 @@
 """The coefficients of the exact chunkwise form, from the gates of a chunk, and their adjoint.
 
-Rows and columns are numbered 0..C: index 0 is the chunk's start, index i the state after its i-th token. With that extra
-row and column there are no special cases: column 0 holds abar, mbar and b, and row i - 1 is the "previous" version of row i.
+Rows and columns are numbered 0..C: index 0 is the chunk's start, index i the state after its i-th token. With that
+extra row and column there are no special cases: column 0 holds abar, mbar and b, and row i - 1 is the "previous"
+version of row i.
 
     decay_alpha[i, j] = prod_{l=j+1..i} alpha_l        [Z, C+1, C+1], ones on the diagonal, zero above
     decay_mu[i, j]    the same for mu

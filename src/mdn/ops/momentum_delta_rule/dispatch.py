@@ -1,8 +1,9 @@
-"""The momentum delta rule as torch custom ops, so that compile, autocast, meta tensors and autograd see one opaque call.
+"""The momentum delta rule as torch custom ops, so that compile, autocast, meta tensors and autograd see one opaque
+call.
 
 ``mdn::momentum_delta_rule`` computes (o, final_state, residual); its autograd formula calls
-``mdn::momentum_delta_rule_backward``; ``mdn::momentum_delta_step`` is the in-place decode step. The ``backend`` argument
-is already resolved to a name.
+``mdn::momentum_delta_rule_backward``; ``mdn::momentum_delta_step`` is the in-place decode step. The ``backend``
+argument is already resolved to a name.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def _backward(ctx, grad_o, grad_final_state, _grad_residual):
 
 def _no_second_backward(ctx, *grads):
     raise NotImplementedError(
-        "the chunkwise momentum delta rule has no second derivative; use recurrent_momentum_delta_rule, which is plain torch"
+        "the chunkwise momentum delta rule has no second derivative; "
+        "use recurrent_momentum_delta_rule, which is plain torch"
     )
 
 

@@ -2,11 +2,11 @@
 
 A dense batch and a pack are the same thing here: a list of sequences, each cut into chunks of C tokens. Chunks of one
 sequence follow each other; chunks of different sequences are independent. So the r-th chunks of all sequences form a
-*round* that is computed as one batch, and the chunk-local work of several rounds (a *group*) is done at once. Groups are
-kept small enough for the caches: larger batches of products are slower on a CPU.
+*round* that is computed as one batch, and the chunk-local work of several rounds (a *group*) is done at once. Groups
+are kept small enough for the caches: larger batches of products are slower on a CPU.
 
-Sequences are sorted by length, so that each round is a prefix of the previous one and nothing is computed twice or padded
-beyond whole chunks.
+Sequences are sorted by length, so that each round is a prefix of the previous one and nothing is computed twice or
+padded beyond whole chunks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Group:
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
 
     def rows(self, heads: int, repeats: int = 1) -> Tensor:
-        """int64 [chunks * heads * repeats * C]: rows of a [B * T * heads, D] tensor, each head taken ``repeats`` times."""
+        """int64 [chunks * heads * repeats * C]: rows of a [B * T * heads, D] tensor, each head taken ``repeats``
+        times."""
         if (heads, repeats) not in self._rows:
             head = torch.arange(heads, device=self.tokens.device).repeat_interleave(repeats)
             self._rows[heads, repeats] = (self.tokens.unsqueeze(1) * heads + head.unsqueeze(-1)).reshape(-1)

@@ -1,7 +1,8 @@
 """One token of the momentum delta rule, with the state updated in place: the torch form of the decode step.
 
-Shapes: q, k, p [B, H, K]; v, o [B, HV, V]; gates [B, HV]; S and M [slots, HV, K, V]. Row b works on slot ``state_indices[b]``
-(or slot b). In place matters: a functional step allocates and faults in both states for every token.
+Shapes: q, k, p [B, H, K]; v, o [B, HV, V]; gates [B, HV]; S and M [slots, HV, K, V]. Row b works on slot
+``state_indices[b]`` (or slot b). In place matters: a functional step allocates and faults in both states for every
+token.
 """
 
 from __future__ import annotations

@@ -165,8 +165,8 @@ def _backward_rounds(
 ) -> Tensor:
     """Rounds in reverse: only what must be sequential.
 
-    Fills ``grad_after`` [Z, 2K, V] with the gradient of X' of every chunk, moves ``grad_state`` to before the group, and
-    returns rows of dW, then rows of dO, [Z, 2C, V]: one product then serves d(read) and d(scores) of both halves.
+    Fills ``grad_after`` [Z, 2K, V] with the gradient of X' of every chunk, moves ``grad_state`` to before the group,
+    and returns rows of dW, then rows of dO, [Z, 2C, V]: one product then serves d(read) and d(scores) of both halves.
     """
     size = grad_outputs.shape[1]
     grad_targets = torch.cat([torch.bmm(chunk.attend.mT, grad_outputs), grad_outputs], dim=1)
@@ -260,7 +260,8 @@ def _vector_gradients(
     grads: GradientWriters,
     reader: ChunkReader,
 ) -> None:
-    """Through khat = eta k, phat = alpha p and the norms. The inner products with the unit vectors serve the gates too."""
+    """Through khat = eta k, phat = alpha p and the norms. The inner products with the unit vectors serve the gates
+    too."""
     size = grad_scaled_key.shape[1]
     grad_log_alpha, grad_log_mu, grad_beta = grad_gates
     grad_probe, grad_query = grad_probe_query[:, :size], grad_probe_query[:, size:]

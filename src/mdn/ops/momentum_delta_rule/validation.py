@@ -1,6 +1,8 @@
-"""Checks of the arguments of the momentum delta rule. Every error names the argument, what was given and what is expected."""
+"""Checks of the arguments of the momentum delta rule: errors name the argument, what was given and what is expected."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,11 +14,10 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def check_tensors(named: dict[str, Tensor | None], rank: int) -> None:
     """Shapes, dtypes and devices of q, k, v, p ([..., H, D], ``rank`` dimensions) and the gates ([..., HV])."""
-    q, k, v = named["q"], named["k"], named["v"]
     for name, x in named.items():
-        if x is not None and not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) and not (x is None and name == "p"):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    assert q is not None and k is not None and v is not None
+    q, k, v = (cast(Tensor, named[name]) for name in ("q", "k", "v"))
     leading = "[B, T, H, D]" if rank == 4 else "[B, H, D]"
     for name in ("q", "k", "v", "p"):
         x = named[name]
@@ -24,8 +25,9 @@ def check_tensors(named: dict[str, Tensor | None], rank: int) -> None:
             raise ValueError(f"{name} must have shape {leading}, got {list(x.shape)}")
     if k.shape != q.shape:
         raise ValueError(f"k must have the shape of q, {list(q.shape)}, got {list(k.shape)}")
-    if named["p"] is not None and named["p"].shape != k.shape:
-        raise ValueError(f"p must have the shape of k, {list(k.shape)}, got {list(named['p'].shape)}")
+    p = named["p"]
+    if p is not None and p.shape != k.shape:
+        raise ValueError(f"p must have the shape of k, {list(k.shape)}, got {list(p.shape)}")
     if v.shape[:-2] != q.shape[:-2]:
         raise ValueError(f"v must begin with {list(q.shape[:-2])} as q does, got {list(v.shape)}")
     if v.shape[-2] == 0 or q.shape[-2] == 0 or v.shape[-2] % q.shape[-2]:
@@ -86,7 +88,7 @@ def check_chunk_size(chunk_size: int) -> None:
 
 
 def check_gate_values(log_alpha: Tensor, log_mu: Tensor, beta: Tensor, eta: Tensor) -> None:
-    """Logs must be <= 0 (-inf is a hard zero), beta and eta >= 0, nothing NaN. Reads values, so only for CPU tensors."""
+    """Logs must be <= 0 (-inf is a hard zero), beta and eta >= 0, nothing NaN. Reads values: for CPU tensors only."""
     for name, gate in (("log_alpha", log_alpha), ("log_mu", log_mu)):
         if not bool((gate <= 0).all()):  # false for NaN too
             raise ValueError(f"{name} must be <= 0 (the log of a gate in [0, 1]), got {_worst(gate, largest=True)}")
