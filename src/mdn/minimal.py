@@ -73,7 +73,7 @@ def chunkwise(q, k, v, log_alpha, log_mu, beta, eta, S: Tensor, M: Tensor, *, ch
     outputs = []
     for start in range(0, q.shape[2], chunk_size):
         chunk = (x[:, :, start : start + chunk_size] for x in (q, k, v, log_alpha, log_mu, beta, eta))
-        o, S, M = one_chunk(*chunk, S=S, M=M)
+        o, S, M = one_chunk(*[*chunk, S, M])
         outputs.append(o)
     return torch.cat(outputs, dim=2), S, M
 
