@@ -20,6 +20,7 @@ def check_model_source(source: str) -> None:
             raise ValueError(f"{source} is not a model directory: it has no config.json")
         return
     owner = path.parts[0] if path.parts else ""
-    looks_local = len(path.parts) != 2 or source.startswith((".", "/", "~")) or Path(owner).exists()
+    # "runs" is where `mdn train` writes; nobody means a Hub account by it.
+    looks_local = len(path.parts) != 2 or source.startswith((".", "/", "~")) or owner == "runs" or Path(owner).exists()
     if path.exists() or looks_local:
         raise ValueError(f"{source!r} is neither a model directory nor a Hub id (owner/name)")

@@ -1,0 +1,53 @@
+"""Small models for the tests: every mixer, hybrids, and the comparisons that several files use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mdn.layers import MIXERS
+from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
+
+VOCABULARY = 61
+# Fields that a mixer needs at this size, beyond the common ones.
+FIELDS: dict[str, dict] = {name: {} for name in MIXERS}
+FIELDS["attention"] = {"num_kv_heads": 2}
+# Two kinds of layers in one model.
+HYBRIDS: dict[str, dict] = {
+    "hybrid": {"attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2}},
+    "hybrid with a window": {"attn": {"layers": [1], "num_heads": 4, "window_size": 9}},
+    "grouped value heads": {"num_heads": 2, "num_v_heads": 4},
+    "no convolution": {"use_short_conv": False},
+}
+MODELS = sorted(MIXERS) + sorted(HYBRIDS)
+
+
+def small_config(name: str = "momentum_deltanet", **fields) -> MomentumDeltaNetConfig:
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 4,
+        "head_dim": 8,
+        "expand_v": 2,
+        "intermediate_size": 48,
+        "initializer_range": 0.1,
+        "mixer": name if name in MIXERS else "momentum_deltanet",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return MomentumDeltaNetConfig(**{**common, **(FIELDS.get(name) or HYBRIDS.get(name) or {}), **fields})
+
+
+def small_model(name: str = "momentum_deltanet", seed: int = 0, **fields) -> MomentumDeltaNetForCausalLM:
+    torch.manual_seed(seed)
+    return MomentumDeltaNetForCausalLM(small_config(name, **fields)).eval()
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    return float((found - expected).abs().max() / expected.abs().max())
