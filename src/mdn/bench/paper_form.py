@@ -33,8 +33,12 @@ def paper_chunk_momentum_delta_rule(
     beta: Tensor,
     eta: Tensor,
     chunk_size: int = 64,
+    library_solve: bool = False,
 ) -> Tensor:
-    """o [B, T, H, V] from q, k [B, T, H, K] (L2-normalised here), v [B, T, H, V] and gates [B, T, H]."""
+    """o [B, T, H, V] from q, k [B, T, H, K] (L2-normalised here), v [B, T, H, V] and gates [B, T, H].
+
+    The paper's code inverts the triangular system row by row; ``library_solve`` replaces that by LAPACK, a stronger peer.
+    """
     time, scale = q.shape[1], q.shape[-1] ** -0.5
     q, k = l2norm(q) * scale, l2norm(k)
     p = k * log_alpha.exp().unsqueeze(-1)
@@ -48,9 +52,7 @@ def paper_chunk_momentum_delta_rule(
     abar = log_abar.exp()
     before = lambda x, first: torch.cat([torch.full_like(x[:, :, :, :1], first), x[:, :, :, :-1]], dim=3)  # noqa: E731
     system = (p @ k.mT) * before(gamma, 0.0)
-    inverse = torch.linalg.solve_triangular(
-        system, torch.eye(chunk_size, dtype=q.dtype).expand_as(system), upper=False, unitriangular=True
-    )
+    inverse = inverse_by_library(system) if library_solve else inverse_by_rows(system)
     u = inverse @ v
     y = inverse @ (before(abar, 1.0).unsqueeze(-1) * p)
     z = inverse @ (before(b, 0.0).unsqueeze(-1) * p)
@@ -71,6 +73,20 @@ def paper_chunk_momentum_delta_rule(
         fast_weight = abar[end] * fast_weight - b[end] * momentum + to_fast_weight[:, :, i].mT @ errors
         momentum = log_mbar[end].exp() * momentum - to_momentum[:, :, i].mT @ errors
     return torch.stack(outputs, dim=2).flatten(2, 3).transpose(1, 2)[:, :time]
+
+
+def inverse_by_rows(system: Tensor) -> Tensor:
+    """(I + system)^-1 by forward substitution, one row after another, as the paper's appendix has it."""
+    inverse = -system
+    for i in range(1, system.shape[-1]):
+        row = inverse[..., i, :, None].clone() * inverse[..., :, :i].clone()
+        inverse[..., i, :i] = inverse[..., i, :i].clone() + row.sum(-2)
+    return inverse + torch.eye(system.shape[-1], dtype=system.dtype)
+
+
+def inverse_by_library(system: Tensor) -> Tensor:
+    identity = torch.eye(system.shape[-1], dtype=system.dtype).expand_as(system)
+    return torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
 
 
 def _chunked(x: Tensor, size: int) -> Tensor:
