@@ -37,7 +37,7 @@ def paper_chunk_momentum_delta_rule(
 ) -> Tensor:
     """o [B, T, H, V] from q, k [B, T, H, K] (L2-normalised here), v [B, T, H, V] and gates [B, T, H].
 
-    The paper's code inverts the triangular system row by row; ``library_solve`` replaces that by LAPACK, a stronger peer.
+    The paper's code inverts the triangular system row by row; ``library_solve`` uses LAPACK, a stronger peer.
     """
     time, scale = q.shape[1], q.shape[-1] ** -0.5
     q, k = l2norm(q) * scale, l2norm(k)
