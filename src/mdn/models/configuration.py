@@ -48,6 +48,8 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
     # ---- the mixer
     mixer: str = "momentum_deltanet"
     """a name in mdn.layers.MIXERS"""
+    mixer_options: dict | None = None
+    """further arguments of the mixer's constructor by name, for what no field here says (Mamba2's state_size)"""
     attn: dict | None = None
     """a hybrid's attention layers: layers, num_heads, and optionally num_kv_heads, qkv_bias, window_size, rope_theta"""
     attn_mode: str = "chunk"
