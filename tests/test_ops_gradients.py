@@ -1,0 +1,138 @@
+"""Gradients: float64 gradcheck, through outputs and final states, to every input; and what a second backward says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from mdn.ops import chunk_momentum_delta_rule, fused_recurrent_momentum_delta_rule, recurrent_momentum_delta_rule
+from momentum_cases import (
+    GRADIENT_BAR,
+    Inputs,
+    cotangents,
+    leaves,
+    make_inputs,
+    recurrence,
+    relative_error,
+    run_with_gradients,
+    torch_chunk,
+)
+
+
+def tiny(**changes) -> Inputs:
+    return leaves(make_inputs(**{"B": 1, "T": 5, "H": 1, "K": 3, "V": 2, "dtype": torch.float64} | changes))
+
+
+def checked(inputs: Inputs, **options) -> bool:
+    """Numerical against hand-written derivatives of o and the final state, for every input at once."""
+    names = list(inputs)
+    return gradcheck(
+        lambda *tensors: torch_chunk(dict(zip(names, tensors)), **options), tuple(inputs.values()), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 64])
+def test_gradcheck_in_float64(chunk_size: int) -> None:
+    assert checked(tiny(), chunk_size=chunk_size)
+
+
+def test_gradcheck_with_p_grouped_heads_and_scale() -> None:
+    assert checked(tiny(T=4, HV=2, with_p=True), chunk_size=2, scale=0.7)
+
+
+def test_gradcheck_without_norm_and_without_alpha_in_p() -> None:
+    assert checked(tiny(with_p=True), use_qk_l2norm_in_kernel=False, use_p_times_alpha=False, chunk_size=3)
+
+
+def test_gradcheck_of_a_pack() -> None:
+    assert checked(tiny(T=4, N=3, K=2), cu_seqlens=torch.tensor([0, 3, 3, 4]), chunk_size=2)
+
+
+def test_gradcheck_without_an_initial_state() -> None:
+    assert checked(tiny(with_state=False), chunk_size=2)
+
+
+def test_gradcheck_of_the_definition() -> None:
+    inputs = tiny(T=3, with_p=True)
+    names = list(inputs)
+    assert gradcheck(
+        lambda *tensors: recurrent_momentum_delta_rule(**dict(zip(names, tensors)), output_final_state=True),
+        tuple(inputs.values()),
+    )
+
+
+@pytest.mark.parametrize("part", ["o", "final_state"])
+def test_a_loss_on_only_one_result_reaches_every_input(part: str) -> None:
+    inputs = make_inputs(T=70)
+    index = ("o", "final_state").index(part)
+    found, wanted = leaves(inputs), leaves(inputs, torch.float64)
+    for result in (torch_chunk(found)[index], recurrence(**wanted)[index]):
+        result.backward(cotangents(result, result)[0])
+    for name, x in found.items():
+        if part == "final_state" and name == "q":  # the state does not depend on what is read from it
+            assert x.grad is None or not x.grad.any()
+            continue
+        assert wanted[name].grad.any(), name
+        assert relative_error(x.grad, wanted[name].grad) <= GRADIENT_BAR, name
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta", "initial_state"])
+def test_a_single_input_can_ask_for_its_gradient(name: str) -> None:
+    inputs = make_inputs(T=40, with_p=True)
+    everything = run_with_gradients(torch_chunk, leaves(inputs))[2]
+    alone = inputs | {name: inputs[name].clone().requires_grad_()}
+    found = run_with_gradients(lambda x: torch_chunk(alone | x), {name: alone[name]})[2]
+    assert torch.equal(found[name], everything[name])
+
+
+def test_gradients_have_the_dtype_and_shape_of_their_inputs() -> None:
+    inputs = make_inputs(T=10, HV=4, with_p=True, dtype=torch.bfloat16)
+    inputs["log_mu"], inputs["beta"] = inputs["log_mu"].double(), inputs["beta"].bfloat16()
+    inputs = leaves(inputs)
+    gradients = run_with_gradients(torch_chunk, inputs)[2]
+    for name, x in inputs.items():
+        assert (gradients[name].dtype, gradients[name].shape) == (x.dtype, x.shape), name
+        assert gradients[name].isfinite().all(), name
+
+
+def test_short_inputs_with_gradients_go_through_the_chunk_form() -> None:
+    inputs = make_inputs(T=5)
+    functions = (fused_recurrent_momentum_delta_rule, chunk_momentum_delta_rule)
+    fused, chunk = (
+        run_with_gradients(lambda x, f=f: f(**x, output_final_state=True, backend="torch"), leaves(inputs))[2]
+        for f in functions
+    )
+    for name in inputs:
+        assert torch.equal(fused[name], chunk[name]), name
+
+
+def test_a_second_backward_raises_and_names_the_alternative() -> None:
+    inputs = leaves(make_inputs(T=4))
+    o, _ = torch_chunk(inputs)
+    (first,) = torch.autograd.grad(o.square().sum(), inputs["k"], create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"no second derivative; use recurrent_momentum_delta_rule"):
+        first.square().sum().backward()
+
+
+def test_the_definition_has_a_second_derivative() -> None:
+    inputs = tiny(T=3)
+    o, _ = recurrent_momentum_delta_rule(**inputs)
+    (first,) = torch.autograd.grad(o.square().sum(), inputs["k"], create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), inputs["v"])
+    assert second.isfinite().all()
+    assert second.any()
+
+
+def test_only_the_inputs_and_the_errors_are_kept_for_the_backward_pass() -> None:
+    """Per token and head: q, k, v, R and four gates, nothing of size K x V or C."""
+    inputs = leaves(make_inputs(B=1, T=300, H=2, K=16, V=24, with_state=False))
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        torch_chunk(inputs)
+    assert sum(kept.values()) <= 4 * 300 * 2 * (16 + 16 + 24 + 24 + 4)
