@@ -1,4 +1,4 @@
-"""The stability-aware gates: the paper's formulas, every ablation, and the facts about eigenvalues that they promise."""
+"""The stability-aware gates: the paper's formulas, every ablation, and the facts about eigenvalues they promise."""
 
 import math
 

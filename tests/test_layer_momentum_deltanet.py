@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from small_models import small_config
 from transformers import DynamicCache
 
 import mdn.models  # noqa: F401  (registers the cache layer)
 from mdn.layers import MIXERS, MomentumDeltaNet, TokenLayout
 from mdn.models import MomentumDeltaNetConfig
 from mdn.ops.boundaries import SequenceBoundaries
+from small_models import small_config
 
 SIZES = {"hidden_size": 12, "head_dim": 4, "num_heads": 2, "expand_v": 1.5, "conv_size": 3}
 ABLATIONS = {

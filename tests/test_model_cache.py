@@ -1,0 +1,251 @@
+"""Full forward = chunked prefill = token-by-token decode, for every mixer and for hybrids; padding; causality."""
+
+import copy
+import io
+
+import pytest
+import torch
+from small_models import MODELS, relative_error, small_model, tokens
+from transformers import DynamicCache
+
+TOLERANCE = 1e-5
+LENGTHS = [1, 3, 63, 64, 65, 1000]
+
+
+def in_pieces(model, ids, sizes, mask=None, cache=None):
+    """Logits of ``ids`` fed piece by piece into one cache."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    outputs, seen = [], 0
+    for piece in ids.split(sizes, dim=1):
+        seen += piece.shape[1]
+        part = None if mask is None else mask[:, :seen]
+        outputs.append(model(piece, attention_mask=part, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(outputs, dim=1)
+
+
+def piece_sizes(length: int, piece: int) -> list[int]:
+    return [piece] * (length // piece) + ([length % piece] if length % piece else [])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", ["momentum_deltanet", "hybrid"])
+def test_full_forward_equals_chunked_prefill_equals_decoding(name, length):
+    model = small_model(name)
+    ids = tokens(1, length)
+    expected = model(ids, use_cache=False).logits
+    assert relative_error(in_pieces(model, ids, piece_sizes(length, 24)), expected) < TOLERANCE
+    assert relative_error(in_pieces(model, ids, [1] * length), expected) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_every_mixer_continues_from_its_cache(name):
+    model = small_model(name)
+    ids = tokens(2, 70)
+    expected = model(ids, use_cache=False).logits
+    assert relative_error(in_pieces(model, ids, [30, 1, 2, 33, 1, 1, 1, 1]), expected) < TOLERANCE
+    assert relative_error(in_pieces(model, ids[:, :20], [1] * 20), expected[:, :20]) < TOLERANCE
+
+
+@torch.no_grad()
+def test_prefill_fills_the_same_state_as_decoding():
+    model = small_model()
+    ids = tokens(2, 65)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    in_pieces(model, ids, [65], cache=caches[0])
+    in_pieces(model, ids, [1] * 65, cache=caches[1])
+    for prefilled, decoded in zip(caches[0].layers, caches[1].layers):
+        assert prefilled.get_seq_length() == decoded.get_seq_length() == 65
+        for number in (0, 1):
+            assert relative_error(decoded.recurrent_states[number], prefilled.recurrent_states[number]) < TOLERANCE
+        for number in (0, 1, 2):
+            torch.testing.assert_close(decoded.conv_states[number], prefilled.conv_states[number])
+
+
+# ---------------------------------------------------------------------------------------------------------- padding
+
+
+def padded_batch(ids, lengths, side):
+    """Rows of different lengths, padded with a token that would do harm if anyone looked at it; and the mask."""
+    width = max(lengths)
+    batch, mask = torch.full((len(lengths), width), 7), torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        place = slice(width - length, width) if side == "left" else slice(0, length)
+        batch[row, place], mask[row, place] = ids[row, :length], 1
+    return batch, mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_row_of_a_padded_batch_equals_that_row_alone(name, side):
+    model = small_model(name)
+    lengths = [13, 1, 30, 4]
+    ids = tokens(4, 30)
+    batch, mask = padded_batch(ids, lengths, side)
+    logits = model(batch, attention_mask=mask).logits
+    for row, length in enumerate(lengths):
+        alone = model(ids[row : row + 1, :length]).logits
+        assert relative_error(logits[row][mask[row].bool()], alone[0]) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_a_left_padded_batch_stay_right_through_chunked_prefill_and_decoding(name):
+    model = small_model(name)
+    lengths = [12, 1, 29]  # with pieces of 10, some rows have no token at all in the first pieces
+    ids = tokens(3, 40)
+    batch, mask = padded_batch(ids, lengths, "left")
+    batch, mask = torch.cat([batch, ids[:, -6:]], 1), torch.cat([mask, torch.ones(3, 6, dtype=torch.long)], 1)
+    logits = in_pieces(model, batch, [10, 10, 9, 1, 1, 3, 1], mask)
+    for row, length in enumerate(lengths):
+        alone = model(torch.cat([ids[row : row + 1, :length], ids[row : row + 1, -6:]], 1)).logits
+        assert relative_error(logits[row, -length - 6 :], alone[0]) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["momentum_deltanet", "hybrid"])
+def test_a_masked_single_token_touches_neither_state_nor_convolution(name):
+    """Continuing right-padded prompts: in the second call only row 0 has a token, in the third both."""
+    model = small_model(name)
+    ids = tokens(2, 8)
+    cache = DynamicCache(config=model.config)
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1, 5] = 0
+    model(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache, use_cache=True)
+    model(ids[:, 5:6], attention_mask=mask[:, :6], past_key_values=cache, use_cache=True)
+    last = model(ids[:, 6:7], attention_mask=mask, past_key_values=cache, use_cache=True).logits
+    assert relative_error(last[0, 0], model(ids[:1, :7]).logits[0, -1]) < TOLERANCE
+    kept = torch.cat([ids[1:, :5], ids[1:, 6:7]], dim=1)
+    assert relative_error(last[1, 0], model(kept).logits[0, -1]) < TOLERANCE
+
+
+@torch.no_grad()
+def test_a_batch_of_one_with_padding_equals_the_row_alone():
+    model = small_model()
+    ids = tokens(1, 20)
+    batch, mask = torch.cat([torch.full((1, 9), 3), ids], 1), torch.tensor([[0] * 9 + [1] * 20])
+    assert relative_error(model(batch, attention_mask=mask).logits[:, 9:], model(ids).logits) < TOLERANCE
+
+
+@torch.no_grad()
+def test_a_row_without_any_token_disturbs_nobody():
+    model = small_model()
+    ids = tokens(2, 9)
+    mask = torch.tensor([[1] * 9, [0] * 9])
+    assert relative_error(model(ids, attention_mask=mask).logits[:1], model(ids[:1]).logits) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_right_padding_without_a_mask_changes_no_earlier_logit(name):
+    """How lm-eval calls a model: longer rows decide the width, nobody passes a mask."""
+    model = small_model(name)
+    ids = tokens(2, 40)
+    ids[1, 25:] = 0
+    assert relative_error(model(ids).logits[1, :25], model(ids[1:, :25]).logits[0]) < TOLERANCE
+
+
+# -------------------------------------------------------------------------------------------------------- causality
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("place", [1, 63, 64, 90])
+def test_perturbing_a_future_token_changes_no_earlier_logit(name, place):
+    model = small_model(name)
+    ids = tokens(1, 100)
+    other = ids.clone()
+    other[0, place] = (ids[0, place] + 1) % model.config.vocab_size
+    before, after = model(ids).logits, model(other).logits
+    assert torch.equal(before[:, :place], after[:, :place])
+    assert not torch.equal(before[:, place:], after[:, place:])
+
+
+# ------------------------------------------------------------------------------------------------- the cache itself
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["momentum_deltanet", "hybrid"])
+def test_generation_continues_from_a_saved_cache(name):
+    model = small_model(name)
+    ids = tokens(2, 30)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :20], past_key_values=cache, use_cache=True)
+    file = io.BytesIO()
+    torch.save(cache, file)
+    copied = copy.deepcopy(cache)
+    expected = model(ids).logits[:, 20:]
+    in_pieces(model, ids[:, 20:], [10], cache=cache)  # using the first cache up leaves the others alone
+    file.seek(0)
+    for other in (copied, torch.load(file, weights_only=False)):
+        assert relative_error(in_pieces(model, ids[:, 20:], [4, 6], cache=other), expected) < TOLERANCE
+
+
+@torch.no_grad()
+def test_memory_per_sequence_is_constant():
+    model = small_model()
+    cache = DynamicCache(config=model.config)
+
+    def held_bytes():
+        layers = [(*layer.conv_states.values(), *layer.recurrent_states.values()) for layer in cache.layers]
+        return sum(x.untyped_storage().nbytes() for states in layers for x in states if x is not None)
+
+    model(tokens(1, 3), past_key_values=cache, use_cache=True)
+    first = held_bytes()
+    for length in (1, 100, 1):
+        model(tokens(1, length), past_key_values=cache, use_cache=True)
+        assert held_bytes() == first
+
+
+@torch.no_grad()
+def test_cropping_is_refused_and_says_what_to_do():
+    model = small_model()
+    cache = DynamicCache(config=model.config)
+    model(tokens(1, 5), past_key_values=cache, use_cache=True)
+    cache.crop(0)
+    assert not cache.is_croppable
+    with pytest.raises(ValueError, match="copy.deepcopy"):
+        cache.crop(-2)
+
+
+@torch.no_grad()
+def test_a_reset_cache_starts_over():
+    model = small_model()
+    ids = tokens(1, 12)
+    cache = DynamicCache(config=model.config)
+    model(tokens(1, 7, seed=5), past_key_values=cache, use_cache=True)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert relative_error(in_pieces(model, ids, [6, 6], cache=cache), model(ids).logits) < TOLERANCE
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_can_be_selected_and_repeated():
+    model = small_model()
+    ids = tokens(3, 12)
+    expected = model(ids).logits
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :8], past_key_values=cache, use_cache=True)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    cache.batch_repeat_interleave(2)
+    order = torch.tensor([2, 2, 0, 0])
+    assert relative_error(in_pieces(model, ids[order, 8:], [3, 1], cache=cache), expected[order, 8:]) < TOLERANCE
+
+
+def test_bad_masks_and_positions_are_refused_by_name():
+    model, hybrid, ids = small_model(), small_model("hybrid"), tokens(2, 6)
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(ids, attention_mask=torch.ones(2, 5))
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(ids, attention_mask=torch.ones(2, 1, 6, 6))
+    with pytest.raises(ValueError, match="position_ids"):
+        model(ids, position_ids=torch.arange(5)[None])
+    with pytest.raises(ValueError, match="input_ids and inputs_embeds"):
+        model()
+    cache = hybrid(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="6 cached and 6 new columns"):
+        hybrid(ids, attention_mask=torch.ones(2, 6), past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(ids, output_attentions=True)
