@@ -32,6 +32,14 @@ class Gates:
     eta: Tensor
 
 
+def dense_block(x: Tensor, group: Group, size: int) -> Tensor:
+    """The group's rectangle of a contiguous [B, T, H, D] tensor, viewed as [rounds, sequences, H, C, D]."""
+    assert group.block is not None
+    length, sequences, tokens = group.block
+    rectangle = x.view(-1, length, *x.shape[-2:])[sequences, tokens]
+    return rectangle.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4)
+
+
 class ChunkReader:
     """Reads the chunks of a group, converted to the compute dtype, normalised and padded."""
 
@@ -46,6 +54,14 @@ class ChunkReader:
     def values(self, x: Tensor, group: Group) -> Tensor:
         """A [B, T, HV, V] tensor as [Z, C, V]."""
         return self._load(x, group, 1)
+
+    def values_into(self, out: Tensor, x: Tensor, group: Group, factor: float) -> None:
+        """``out`` [Z, C, V] = factor * values(x)."""
+        if group.block is not None and x.is_contiguous() and x.dtype == self.dtype:
+            source = dense_block(x, group, out.shape[1])
+            torch.mul(source, factor, out=out.view(*source.shape))
+        else:
+            torch.mul(self.values(x, group), factor, out=out)
 
     def unit(self, x: Tensor, group: Group, out: Tensor | None = None) -> Unit:
         """q, k or p [B, T, H, K] as [Z, C, K], one head per value head."""
@@ -94,30 +110,15 @@ class ChunkWriter:
     def like(cls, x: Tensor) -> ChunkWriter:
         return cls(torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
-    def put(self, rows: Tensor, group: Group) -> None:
+    def put(self, rows: Tensor, group: Group, factor: float = 1.0) -> None:
+        """Write ``factor * rows``."""
         heads, width = self.tensor.shape[-2:]
-        rows, index = rows.reshape(-1, width), group.rows(heads)
+        if group.block is not None and rows.dtype == self.tensor.dtype:  # several times faster than a scatter
+            target = dense_block(self.tensor, group, rows.shape[1])
+            torch.mul(rows.view(target.shape), factor, out=target)
+            return
+        rows, index = (rows if factor == 1.0 else rows * factor).reshape(-1, width), group.rows(heads)
         if group.padding is not None:
             kept = group.kept(heads)
             rows, index = rows[kept], index[kept]
         self.tensor.view(-1, width).index_copy_(0, index, rows.to(self.tensor.dtype))
-
-
-class GateGradientWriter:
-    """The gradients of the four gates, scattered together."""
-
-    def __init__(self, gates: tuple[Tensor, ...], dtype: torch.dtype):
-        self.gates = gates
-        self.table = gates[0].new_empty(gates[0].numel(), len(gates), dtype=dtype)
-
-    def put(self, gradients: tuple[Tensor, ...], group: Group) -> None:
-        heads = self.gates[0].shape[-1]
-        rows, index = torch.stack(gradients, dim=-1).view(-1, len(gradients)), group.rows(heads)
-        if group.padding is not None:
-            kept = group.kept(heads)
-            rows, index = rows[kept], index[kept]
-        self.table.index_copy_(0, index, rows)
-
-    def results(self) -> tuple[Tensor, ...]:
-        columns = self.table.unbind(-1)
-        return tuple(x.view(gate.shape).to(gate.dtype, copy=True) for x, gate in zip(columns, self.gates))

@@ -31,6 +31,8 @@ class Group:
     """bool [chunks, C]: True where the chunk has no token; None when all chunks are full"""
     rounds: tuple[tuple[int, int], ...]
     """(first chunk, end) of each round in this group; round r covers the first ``end - first`` sequences of the slab"""
+    block: tuple[int, slice, slice] | None = None
+    """when the chunks are the rectangle x[sequences, tokens] of a dense [N, length, ...]: length, sequences, tokens"""
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
 
     def rows(self, heads: int, repeats: int = 1) -> Tensor:
@@ -93,6 +95,7 @@ def _make_slab(
     device: torch.device,
 ) -> Slab:
     counts = [-(-lengths[n] // chunk_size) for n in sequences]
+    dense = len(set(lengths)) == 1  # then sequences are consecutive rows of [N, length, ...]
     groups = []
     for first, end in _group_rounds(counts, most):
         chunks, ends, rounds, position = [], [], [], 0
@@ -107,7 +110,11 @@ def _make_slab(
         tokens = first_token + torch.arange(chunk_size, device=device)
         padding = tokens >= end_token
         ragged = any(end - start < chunk_size for start, end in zip(chunks, ends))
-        groups.append(Group(tokens.masked_fill_(padding, 0), padding if ragged else None, tuple(rounds)))
+        block = None
+        if not ragged and dense:
+            rectangle = slice(sequences[0], sequences[-1] + 1), slice(first * chunk_size, end * chunk_size)
+            block = (lengths[0], *rectangle)
+        groups.append(Group(tokens.masked_fill_(padding, 0), padding if ragged else None, tuple(rounds), block))
     return Slab(tuple(sequences), tuple(groups))
 
 

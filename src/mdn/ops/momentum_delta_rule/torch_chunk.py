@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader, ChunkWriter, GateGradientWriter, Gates, Unit
+from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader, ChunkWriter, Gates, Unit
 from mdn.ops.momentum_delta_rule.coefficients import momentum_coefficients, momentum_coefficients_adjoint, segment_decay
 from mdn.ops.momentum_delta_rule.options import RuleOptions, compute_dtype
 from mdn.ops.momentum_delta_rule.schedule import Group, Slab, choose_chunk_size, make_schedule, sequences_of
@@ -98,7 +98,7 @@ def forward(
         for group in slab.groups:
             chunk = prepare(reader, group)
             outputs, errors = _forward_group(chunk, group, reader.values(v, group), state, reader.heads)
-            o.put(outputs.mul_(options.scale), group)
+            o.put(outputs, group, factor=options.scale)
             if save_residual:
                 residual.put(errors, group)
         unstack(state, final_state, slab.sequences)
@@ -150,10 +150,11 @@ def backward(
         for group, group_start in zip(reversed(slab.groups), reversed(group_starts)):
             chunk = prepare(reader, group)
             errors = reader.values(residual, group)
-            grad_outputs = reader.values(grad_o, group).mul_(options.scale)
             states, grad_after = state_buffers[:, : errors.shape[0]]
             _states_of_group(chunk.write, group, group_start, errors, states, reader.heads)
-            grad_targets = _backward_rounds(chunk, group, grad_outputs, grad_state, grad_after, reader.heads)
+            grad_targets = errors.new_empty(len(errors), 2 * errors.shape[1], errors.shape[2])
+            reader.values_into(grad_targets[:, errors.shape[1] :], grad_o, group, factor=options.scale)
+            _backward_rounds(chunk, group, grad_targets, grad_state, grad_after, reader.heads)
             _chunk_gradients(chunk, group, states, grad_after, errors, grad_targets, grads, reader)
         unstack(grad_state, grad_state_all, slab.sequences)
     grad_initial = None if initial_state is None else grad_state_all.to(initial_state.dtype)
@@ -161,15 +162,16 @@ def backward(
 
 
 def _backward_rounds(
-    chunk: Chunk, group: Group, grad_outputs: Tensor, grad_state: Tensor, grad_after: Tensor, heads: int
-) -> Tensor:
+    chunk: Chunk, group: Group, grad_targets: Tensor, grad_state: Tensor, grad_after: Tensor, heads: int
+) -> None:
     """Rounds in reverse: only what must be sequential.
 
-    Fills ``grad_after`` [Z, 2K, V] with the gradient of X' of every chunk, moves ``grad_state`` to before the group,
-    and returns rows of dW, then rows of dO, [Z, 2C, V]: one product then serves d(read) and d(scores) of both halves.
+    ``grad_targets`` [Z, 2C, V] comes with dO in its lower half and gets dW in its upper one: one product then serves
+    d(read) and d(scores) of both halves. Fills ``grad_after`` [Z, 2K, V] with the gradient of X' of every chunk, and
+    moves ``grad_state`` to before the group.
     """
-    size = grad_outputs.shape[1]
-    grad_targets = torch.cat([torch.bmm(chunk.attend.mT, grad_outputs), grad_outputs], dim=1)
+    size = grad_targets.shape[1] // 2
+    grad_targets[:, :size] = torch.bmm(chunk.attend.mT, grad_targets[:, size:])
     for first, end in reversed(group.rounds):
         z = slice(first * heads, end * heads)
         current = grad_state[: z.stop - z.start]
@@ -178,7 +180,6 @@ def _backward_rounds(
         grad_targets[z, :size] = torch.bmm(chunk.inverse[z].mT, grad_errors)  # faster than out= into a strided slice
         chunk.write.retreat_(current, z)
         current.baddbmm_(chunk.read[z].mT, grad_targets[z])
-    return grad_targets
 
 
 def _mixing_gradients(states: Tensor, grad_after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,7 +283,7 @@ def _vector_gradients(
         grads.probe.put(reader.raw_gradient(grad_probe, along_probe, chunk.probe), group)
     grads.key.put(reader.raw_gradient(grad_key, along_key, chunk.key), group)
     grads.query.put(reader.raw_gradient(grad_query, along_query, chunk.query), group)
-    grads.gates.put((grad_log_alpha, grad_log_mu, grad_beta, grad_eta.squeeze(-1)), group)
+    grads.gates.put(torch.stack([grad_log_alpha, grad_log_mu, grad_beta, grad_eta.squeeze(-1)], dim=-1), group)
 
 
 # -------------------------------------------------------------------------------------------------- chunk-local work
@@ -449,8 +450,10 @@ class GradientWriters:
     ):
         self.query, self.key, self.value = (ChunkWriter.like(x) for x in (q, k, v))
         self.probe = None if p is None else ChunkWriter.like(p)
-        self.gates = GateGradientWriter(gates, dtype)
+        self.gates = ChunkWriter(v.new_empty(*gates[0].shape, 4, dtype=dtype))
+        self._gate_dtypes = [gate.dtype for gate in gates]
 
     def results(self) -> tuple[Tensor | None, ...]:
         probe = None if self.probe is None else self.probe.tensor
-        return (self.query.tensor, self.key.tensor, self.value.tensor, probe, *self.gates.results())
+        gates = [x.to(dtype, copy=True) for x, dtype in zip(self.gates.tensor.unbind(-1), self._gate_dtypes)]
+        return (self.query.tensor, self.key.tensor, self.value.tensor, probe, *gates)
