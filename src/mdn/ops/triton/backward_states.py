@@ -10,8 +10,17 @@ Writes dv [tokens, HV, V], the state gradients [chunks, HV, 2, K, V] in the inpu
 import triton
 import triton.language as tl
 
-from mdn.ops.triton.blocks import load_tile, locate_sequence, product, state_row, store_tile
-from mdn.ops.triton.forward_states import load_coefficients, load_states, store_states
+from mdn.ops.triton.blocks import (
+    add_product,
+    load_coefficients,
+    load_tile,
+    locate_sequence,
+    product,
+    state_row,
+    store_tile,
+    tokens_left_at,
+)
+from mdn.ops.triton.forward_states import load_states, store_states
 from mdn.ops.triton.rebuild_states import store_chunk_states
 
 
@@ -57,7 +66,7 @@ def backward_states_kernel(
     for step in range(chunks):
         chunk = chunks - 1 - step
         first = begin + chunk * C
-        left = length - chunk * C
+        left = tokens_left_at(length, chunk, C)
         row = state_row(begin, sequence, chunk, C)
         store_chunk_states(state_gradients, ds, dm, row, head, column, HV, K, V, BK, BV)
 
@@ -80,12 +89,12 @@ def backward_states_kernel(
         else:
             p_tile = load_tile(p, first, left, key_head, H, 0, K, C, BK)
         of_s, of_m = load_coefficients(coefficients, 0, first, left, head, HV, plane, C, COMPUTE)
-        ds -= product(tl.trans(p_tile), (of_s[:, None] * e).to(dtype), PRECISION, COMPUTE)
-        dm += product(tl.trans(p_tile), (of_m[:, None] * e).to(dtype), PRECISION, COMPUTE)
+        ds = add_product(ds, tl.trans(p_tile), (-of_s[:, None] * e).to(dtype), PRECISION, COMPUTE)
+        dm = add_product(dm, tl.trans(p_tile), (of_m[:, None] * e).to(dtype), PRECISION, COMPUTE)
         q_tile = load_tile(q, first, left, key_head, H, 0, K, C, BK)
         of_s, of_m = load_coefficients(coefficients, 1, first, left, head, HV, plane, C, COMPUTE)
         wide = do_tile.to(COMPUTE)
-        ds += product(tl.trans(q_tile), (of_s[:, None] * wide).to(dtype), PRECISION, COMPUTE)
-        dm -= product(tl.trans(q_tile), (of_m[:, None] * wide).to(dtype), PRECISION, COMPUTE)
+        ds = add_product(ds, tl.trans(q_tile), (of_s[:, None] * wide).to(dtype), PRECISION, COMPUTE)
+        dm = add_product(dm, tl.trans(q_tile), (-of_m[:, None] * wide).to(dtype), PRECISION, COMPUTE)
 
     store_states(grad_initial_state, ds, dm, sequence, sequences, head, column, HV, K, V, BK, BV)

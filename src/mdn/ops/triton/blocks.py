@@ -33,6 +33,12 @@ def state_row(begin, sequence, chunk, C: tl.constexpr):
 
 
 @triton.jit
+def tokens_left_at(length, chunk, C: tl.constexpr):
+    """Tokens from the chunk's first to the sequence's last: rows at or past this number are empty."""
+    return length - chunk * C
+
+
+@triton.jit
 def locate_chunk(chunk_id, chunk_indices, cu_seqlens, time, C: tl.constexpr, PACKED: tl.constexpr):
     """First token, tokens left in the sequence and buffer row of a chunk."""
     if PACKED:
@@ -43,7 +49,7 @@ def locate_chunk(chunk_id, chunk_indices, cu_seqlens, time, C: tl.constexpr, PAC
         sequence = chunk_id // chunks
         chunk = chunk_id % chunks
     begin, length = locate_sequence(sequence, cu_seqlens, time, PACKED)
-    return begin + chunk * C, length - chunk * C, state_row(begin, sequence, chunk, C)
+    return begin + chunk * C, tokens_left_at(length, chunk, C), state_row(begin, sequence, chunk, C)
 
 
 @triton.jit
@@ -52,7 +58,7 @@ def tile_offsets(tokens_left, first_column, heads, WIDTH: tl.constexpr, C: tl.co
     rows = tl.arange(0, C)
     columns = first_column + tl.arange(0, BLOCK)
     mask = (rows < tokens_left)[:, None] & (columns < WIDTH)[None, :]
-    return rows[:, None] * (heads * WIDTH) + columns[None, :], mask
+    return rows.to(tl.int64)[:, None] * (heads * WIDTH) + columns.to(tl.int64)[None, :], mask
 
 
 @triton.jit
@@ -92,15 +98,24 @@ def store_tile(
 def load_gate(tensor, first_token, tokens_left, head, heads, C: tl.constexpr, COMPUTE: tl.constexpr):
     """A [C] vector of a [tokens, heads] tensor."""
     rows = tl.arange(0, C)
-    pointers = tensor + first_token * heads + head + rows * heads
+    pointers = tensor + first_token * heads + head + rows.to(tl.int64) * heads
     return tl.load(pointers, mask=rows < tokens_left, other=0.0).to(COMPUTE)
 
 
 @triton.jit
 def store_gate(tensor, values, first_token, tokens_left, head, heads, C: tl.constexpr):
     rows = tl.arange(0, C)
-    pointers = tensor + first_token * heads + head + rows * heads
+    pointers = tensor + first_token * heads + head + rows.to(tl.int64) * heads
     tl.store(pointers, values.to(tensor.dtype.element_ty), mask=rows < tokens_left)
+
+
+@triton.jit
+def load_coefficients(coefficients, which, first, left, head, heads, plane, C: tl.constexpr, COMPUTE: tl.constexpr):
+    """The pair of [C] vectors that multiply products with S and with M; which: 0 read (p), 1 query (q),
+    2 write (k), 3 write without eta."""
+    pair = coefficients + 2 * which * plane
+    of_s = load_gate(pair, first, left, head, heads, C, COMPUTE)
+    return of_s, load_gate(pair + plane, first, left, head, heads, C, COMPUTE)
 
 
 @triton.jit
@@ -114,7 +129,13 @@ def state_offsets(first_column, K: tl.constexpr, V: tl.constexpr, BK: tl.constex
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr, COMPUTE: tl.constexpr):
     """a @ b summed in COMPUTE."""
-    return tl.dot(a, b, acc=tl.zeros([a.shape[0], b.shape[1]], COMPUTE), input_precision=PRECISION, out_dtype=COMPUTE)
+    return add_product(tl.zeros([a.shape[0], b.shape[1]], COMPUTE), a, b, PRECISION, COMPUTE)
+
+
+@triton.jit
+def add_product(total, a, b, PRECISION: tl.constexpr, COMPUTE: tl.constexpr):
+    """total + a @ b. Summing in place needs half the registers of adding a finished product."""
+    return tl.dot(a, b, acc=total, input_precision=PRECISION, out_dtype=COMPUTE)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Host side of the chunkwise form: allocates buffers and launches two kernels forward, four backward.
+"""Host side of the chunkwise form: allocates buffers and launches two kernels forward, six backward.
 
 Shapes as in docs/architecture.md. All tensors are seen as [tokens, heads, width] with tokens = B * T; a sequence is a row
 of the batch or a member of a pack. Names of the buffers: docs/kernels.md.
@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mdn.ops.triton.backward_gates import backward_gates_kernel
 from mdn.ops.triton.backward_inputs import backward_inputs_kernel
+from mdn.ops.triton.backward_scores import backward_scores_kernel
 from mdn.ops.triton.backward_states import backward_states_kernel
 from mdn.ops.triton.forward_states import forward_states_kernel
 from mdn.ops.triton.launcher import launch
@@ -55,11 +57,25 @@ class Problem:
     def compute_dtype(self) -> torch.dtype:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
+    @property
+    def plane(self) -> int:
+        """Elements between two vectors of a stacked [n, tokens, HV] buffer."""
+        return self.tokens * self.v.shape[2]
+
     def tile(self, kernel: str) -> Tile:
         return choose_tile(kernel, self.q.shape[-1], self.v.shape[-1], self.q.element_size())
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.q.device)
+
+    def empty_square(self, dtype: torch.dtype) -> Tensor:
+        """A buffer for one [C, C] matrix per chunk and value head, a row beside each token."""
+        return self.empty(self.tokens, self.v.shape[2], self.chunk_size, dtype=dtype)
+
+    def empty_scalars(self) -> Tensor:
+        """Four numbers per chunk and value head; its rows are `blocks.state_row`."""
+        rows = self.tokens // self.chunk_size + self.sequences
+        return self.empty(rows, self.v.shape[2], 4, dtype=self.compute_dtype)
 
     def empty_states(self) -> Tensor:
         """A buffer with S and M [K, V] of every chunk, in the input dtype; its rows are `blocks.state_row`."""
@@ -88,6 +104,11 @@ class Problem:
         packed = self.boundaries is not None
         return {
             "chunk_indices": self.boundaries.chunk_indices(self.chunk_size) if packed else None,
+        }
+
+    def norm_arguments(self) -> dict[str, Any]:
+        """Further arguments of the kernels that normalise q, k and p."""
+        return {
             "scale": self.options.scale,
             "L2NORM": self.options.l2norm,
             "P_TIMES_ALPHA": self.options.p_times_alpha,
@@ -97,7 +118,7 @@ class Problem:
         """Further arguments of the kernels that walk along a sequence."""
         return {
             "sequences": self.sequences,
-            "plane": self.tokens * self.v.shape[2],
+            "plane": self.plane,
             "V": self.v.shape[-1],
             "BV": tile.value_block,
         }
@@ -117,28 +138,35 @@ def precisions(dtype: torch.dtype, hip: bool | None = None) -> tuple[str, str]:
     return "tf32x3", "tf32" if dtype in (torch.bfloat16, torch.float16) else "tf32x3"
 
 
-def _prepare(problem: Problem, q, k, p, log_alpha, log_mu, beta, eta) -> dict[str, Tensor]:
+def _prepare(problem: Problem, q, k, p, gates, gamma: Tensor | None) -> dict[str, Tensor]:
     """The state-free part of all chunks: inverse, scores, coefficients and decays."""
-    chunk, heads = problem.chunk_size, problem.v.shape[2]
-    rows = problem.tokens // chunk + problem.sequences
+    heads = problem.v.shape[2]
     buffers = {
-        "inverse": problem.empty(problem.tokens, heads, chunk, dtype=problem.compute_dtype),
-        "scores": problem.empty(problem.tokens, heads, chunk, dtype=q.dtype),
-        "coefficients": problem.empty(6, problem.tokens, heads, dtype=problem.compute_dtype),
-        "decays": problem.empty(rows, heads, 4, dtype=problem.compute_dtype),
+        "inverse": problem.empty_square(problem.compute_dtype),
+        "scores": problem.empty_square(q.dtype),
+        "coefficients": problem.empty(8, problem.tokens, heads, dtype=problem.compute_dtype),
+        "decays": problem.empty_scalars(),
     }
-    inputs = {"q": q, "k": k, "p": p, "log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta}
     launch(
         prepare_kernel,
         (problem.num_chunks, heads),
         problem.tile("prepare"),
-        **inputs,
+        q=q,
+        k=k,
+        p=p,
+        gamma=gamma,
+        **gates,
         **buffers,
         **problem.shared_arguments(),
         **problem.chunk_arguments(),
-        plane=problem.tokens * heads,
+        **problem.norm_arguments(),
+        plane=problem.plane,
     )
     return buffers
+
+
+def _gates(*gates: Tensor) -> dict[str, Tensor]:
+    return dict(zip(("log_alpha", "log_mu", "beta", "eta"), _contiguous(*gates)))
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Any]:
@@ -150,9 +178,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(o, final_state, residual): see docs/architecture.md."""
     q, k, v, p, initial_state = _contiguous(q, k, v, p, initial_state)
-    gates = _contiguous(log_alpha, log_mu, beta, eta)
+    gates = _gates(log_alpha, log_mu, beta, eta)
     problem = Problem(q, v, boundaries, options)
-    buffers = _prepare(problem, q, k, p, *gates)
+    buffers = _prepare(problem, q, k, p, gates, gamma=None)
     o = torch.empty_like(v)
     residual = torch.empty_like(v) if save_residual else None
     heads, key_dim, value_dim = v.shape[2], q.shape[-1], v.shape[-1]
@@ -162,9 +190,9 @@ def forward(
         forward_states_kernel,
         problem.sequence_grid(tile),
         tile,
-        **{"q": q, "k": k, "p": p, "v": v, "initial_state": initial_state},
+        q=q, k=k, p=p, v=v, initial_state=initial_state,
         **buffers,
-        **{"o": o, "residual": residual, "final_state": final_state},
+        o=o, residual=residual, final_state=final_state,
         **problem.shared_arguments(),
         **problem.sequence_arguments(tile),
         SOLVE_PRECISION=precisions(q.dtype)[1],
@@ -191,30 +219,21 @@ def backward(
     """(dq, dk, dv, dp, dlog_alpha, dlog_mu, dbeta, deta, dinitial_state): see docs/architecture.md."""
     grad_o, grad_final_state, residual = _contiguous(grad_o.to(v.dtype), grad_final_state, residual)
     q, k, v, p, initial_state = _contiguous(q, k, v, p, initial_state)
-    gates = _contiguous(log_alpha, log_mu, beta, eta)
+    gates = _gates(log_alpha, log_mu, beta, eta)
     problem = Problem(q, v, boundaries, options)
-    buffers = _prepare(problem, q, k, p, *gates)
+    gamma = problem.empty_square(problem.compute_dtype)
+    buffers = _prepare(problem, q, k, p, gates, gamma)
     states = _rebuild_states(problem, k, residual, buffers, initial_state)
     dv, state_gradients, grad_initial_state = _backward_states(
         problem, grad_o, grad_final_state, q, k, p, buffers, initial_state
     )
-    gradients = [None if tensor is None else torch.empty_like(tensor) for tensor in (q, k, p, *gates)]
-    tile = problem.tile("backward_inputs")
-    gate_names = ("log_alpha", "log_mu", "beta", "eta")
-    launch(
-        backward_inputs_kernel,
-        (problem.num_chunks, q.shape[2]),
-        tile,
-        **{"grad_o": grad_o, "q": q, "k": k, "p": p, "residual": residual, "dv": dv},
-        **dict(zip(gate_names, gates)),
-        **{"states": states, "state_gradients": state_gradients},
-        **dict(zip(("dq", "dk", "dp", *("d" + name for name in gate_names)), gradients)),
-        **problem.shared_arguments(),
-        **problem.chunk_arguments(),
-        V=v.shape[-1],
-        BV=tile.value_block,
-    )
-    dq, dk, dp, *gate_gradients = gradients
+    rows = {"grad_o": grad_o, "q": q, "k": k, "p": p, "residual": residual, "dv": dv}
+    weights, d_gamma = _backward_scores(problem, rows, gates, gamma)
+    gradients = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dp": None if p is None else torch.empty_like(p)}
+    gradients |= {"d" + name: torch.empty_like(gate) for name, gate in gates.items()}
+    sums, overlaps = _backward_inputs(problem, rows, gates, buffers, weights, states, state_gradients, gradients)
+    _backward_gates(problem, gates, d_gamma, sums, overlaps, gradients)
+    dq, dk, dp, *gate_gradients = gradients.values()
     return dq, dk, dv, dp, *gate_gradients, grad_initial_state
 
 
@@ -225,8 +244,8 @@ def _rebuild_states(problem: Problem, k, residual, buffers, initial_state) -> Te
         rebuild_states_kernel,
         problem.sequence_grid(tile),
         tile,
-        **{"k": k, "residual": residual, "coefficients": buffers["coefficients"], "decays": buffers["decays"]},
-        **{"initial_state": initial_state, "states": states},
+        k=k, residual=residual, coefficients=buffers["coefficients"], decays=buffers["decays"],
+        initial_state=initial_state, states=states,
         **problem.shared_arguments(),
         **problem.sequence_arguments(tile),
     )
@@ -244,11 +263,83 @@ def _backward_states(
         backward_states_kernel,
         problem.sequence_grid(tile),
         tile,
-        **{"grad_o": grad_o, "q": q, "k": k, "p": p, "grad_final_state": grad_final_state},
+        grad_o=grad_o, q=q, k=k, p=p, grad_final_state=grad_final_state,
         **buffers,
-        **{"dv": dv, "state_gradients": state_gradients, "grad_initial_state": grad_initial_state},
+        dv=dv, state_gradients=state_gradients, grad_initial_state=grad_initial_state,
         **problem.shared_arguments(),
         **problem.sequence_arguments(tile),
         SOLVE_PRECISION=precisions(q.dtype)[1],
     )
     return dv, state_gradients, grad_initial_state
+
+
+def _backward_scores(problem: Problem, rows, gates, gamma) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights {q_weights, p_weights} and the gradient of Gamma."""
+    tile = problem.tile("backward_scores")
+    weights = {name: problem.empty_square(problem.q.dtype) for name in ("q_weights", "p_weights")}
+    d_gamma = torch.empty_like(gamma)
+    launch(
+        backward_scores_kernel,
+        (problem.num_chunks, problem.v.shape[2]),
+        tile,
+        **rows,
+        log_alpha=gates["log_alpha"],
+        eta=gates["eta"],
+        gamma=gamma,
+        **weights,
+        d_gamma=d_gamma,
+        **problem.shared_arguments(),
+        **problem.chunk_arguments(),
+        **problem.norm_arguments(),
+        V=problem.v.shape[-1],
+        BV=tile.value_block,
+    )
+    return weights, d_gamma
+
+
+def _backward_inputs(
+    problem: Problem, rows, gates, buffers, weights, states, state_gradients, gradients
+) -> tuple[Tensor, Tensor]:
+    """Fills the gradients of q, k, p and eta; returns what the gradients of the other gates need."""
+    tile = problem.tile("backward_inputs")
+    sums = problem.empty(5, problem.tokens, problem.v.shape[2], dtype=problem.compute_dtype)
+    overlaps = problem.empty_scalars()
+    launch(
+        backward_inputs_kernel,
+        (problem.num_chunks, problem.q.shape[2]),
+        tile,
+        **rows,
+        log_alpha=gates["log_alpha"],
+        eta=gates["eta"],
+        coefficients=buffers["coefficients"],
+        states=states,
+        state_gradients=state_gradients,
+        **weights,
+        **{name: gradients[name] for name in ("dq", "dk", "dp", "deta")},
+        sums=sums,
+        overlaps=overlaps,
+        plane=problem.plane,
+        **problem.shared_arguments(),
+        **problem.chunk_arguments(),
+        **problem.norm_arguments(),
+        V=problem.v.shape[-1],
+        BV=tile.value_block,
+    )
+    return sums, overlaps
+
+
+def _backward_gates(problem: Problem, gates, d_gamma, sums, overlaps, gradients) -> None:
+    """Fills the gradients of log_alpha, log_mu and beta."""
+    launch(
+        backward_gates_kernel,
+        (problem.num_chunks, problem.v.shape[2]),
+        problem.tile("backward_gates"),
+        **{name: gates[name] for name in ("log_alpha", "log_mu", "beta")},
+        d_gamma=d_gamma,
+        sums=sums,
+        overlaps=overlaps,
+        **{name: gradients[name] for name in ("dlog_alpha", "dlog_mu", "dbeta")},
+        plane=problem.plane,
+        **problem.shared_arguments(),
+        **problem.chunk_arguments(),
+    )

@@ -10,7 +10,17 @@ The chunk-start states are not written: the backward pass rebuilds them from R.
 import triton
 import triton.language as tl
 
-from mdn.ops.triton.blocks import load_gate, load_tile, locate_sequence, product, state_offsets, state_row, store_tile
+from mdn.ops.triton.blocks import (
+    add_product,
+    load_coefficients,
+    load_tile,
+    locate_sequence,
+    product,
+    state_offsets,
+    state_row,
+    store_tile,
+    tokens_left_at,
+)
 
 
 @triton.jit
@@ -37,23 +47,15 @@ def store_states(states, s, m, sequence, sequences, head, first_column, HV, K, V
 
 
 @triton.jit
-def load_coefficients(coefficients, which, first, left, head, heads, plane, C: tl.constexpr, COMPUTE: tl.constexpr):
-    """The pair of [C] vectors that multiply products with S and with M; which: 0 read, 1 query, 2 write."""
-    pair = coefficients + 2 * which * plane
-    of_s = load_gate(pair, first, left, head, heads, C, COMPUTE)
-    return of_s, load_gate(pair + plane, first, left, head, heads, C, COMPUTE)
-
-
-@triton.jit
 def advance_states(s, m, k_tile, r_tile, write_s, write_m, decay, PRECISION: tl.constexpr, COMPUTE: tl.constexpr):
     """The states after a chunk from those before it and its R (already rounded to the operand dtype)."""
     dtype: tl.constexpr = k_tile.dtype
     keys = tl.trans(k_tile)
     wide = r_tile.to(COMPUTE)
-    into_s = product(keys, (write_s[:, None] * wide).to(dtype), PRECISION, COMPUTE)
-    into_m = product(keys, (write_m[:, None] * wide).to(dtype), PRECISION, COMPUTE)
-    s = tl.load(decay) * s - tl.load(decay + 1) * m + into_s
-    return s, tl.load(decay + 2) * m - into_m
+    s = tl.load(decay) * s - tl.load(decay + 1) * m
+    m = tl.load(decay + 2) * m
+    s = add_product(s, keys, (write_s[:, None] * wide).to(dtype), PRECISION, COMPUTE)
+    return s, add_product(m, keys, (-write_m[:, None] * wide).to(dtype), PRECISION, COMPUTE)
 
 
 @triton.jit
@@ -96,33 +98,34 @@ def forward_states_kernel(
 
     for chunk in range(tl.cdiv(length, C)):
         first = begin + chunk * C
-        left = length - chunk * C
-        s_operand = s.to(dtype)
-        m_operand = m.to(dtype)
+        left = tokens_left_at(length, chunk, C)
+        q_tile = load_tile(q, first, left, key_head, H, 0, K, C, BK)
         k_tile = load_tile(k, first, left, key_head, H, 0, K, C, BK)
         if p is None:
             p_tile = k_tile
         else:
             p_tile = load_tile(p, first, left, key_head, H, 0, K, C, BK)
-
-        of_s, of_m = load_coefficients(coefficients, 0, first, left, head, HV, plane, C, COMPUTE)
+        query_s, query_m = load_coefficients(coefficients, 1, first, left, head, HV, plane, C, COMPUTE)
+        read_s, read_m = load_coefficients(coefficients, 0, first, left, head, HV, plane, C, COMPUTE)
         error = load_tile(v, first, left, head, HV, column, V, C, BV).to(COMPUTE)
-        error -= of_s[:, None] * product(p_tile, s_operand, PRECISION, COMPUTE)
-        error += of_m[:, None] * product(p_tile, m_operand, PRECISION, COMPUTE)
+        # All products with S before those with M: only one of them is held as an operand.
+        operand = s.to(dtype)
+        out = query_s[:, None] * product(q_tile, operand, PRECISION, COMPUTE)
+        error -= read_s[:, None] * product(p_tile, operand, PRECISION, COMPUTE)
+        operand = m.to(dtype)
+        out -= query_m[:, None] * product(q_tile, operand, PRECISION, COMPUTE)
+        error += read_m[:, None] * product(p_tile, operand, PRECISION, COMPUTE)
         inverse_tile = load_tile(inverse, first, left, head, HV, 0, C, C, C)
         r_tile = product(inverse_tile, error, SOLVE_PRECISION, COMPUTE).to(dtype)
         if residual is not None:
             store_tile(residual, r_tile, first, left, head, HV, column, V, C, BV)
 
-        q_tile = load_tile(q, first, left, key_head, H, 0, K, C, BK)
-        of_s, of_m = load_coefficients(coefficients, 1, first, left, head, HV, plane, C, COMPUTE)
-        out = of_s[:, None] * product(q_tile, s_operand, PRECISION, COMPUTE)
-        out -= of_m[:, None] * product(q_tile, m_operand, PRECISION, COMPUTE)
-        out += product(load_tile(scores, first, left, head, HV, 0, C, C, C), r_tile, PRECISION, COMPUTE)
+        scores_tile = load_tile(scores, first, left, head, HV, 0, C, C, C)
+        out = add_product(out, scores_tile, r_tile, PRECISION, COMPUTE)
         store_tile(o, out, first, left, head, HV, column, V, C, BV)
 
-        of_s, of_m = load_coefficients(coefficients, 2, first, left, head, HV, plane, C, COMPUTE)
+        write_s, write_m = load_coefficients(coefficients, 2, first, left, head, HV, plane, C, COMPUTE)
         decay = decays + (state_row(begin, sequence, chunk, C) * HV + head) * 4
-        s, m = advance_states(s, m, k_tile, r_tile, of_s, of_m, decay, PRECISION, COMPUTE)
+        s, m = advance_states(s, m, k_tile, r_tile, write_s, write_m, decay, PRECISION, COMPUTE)
 
     store_states(final_state, s, m, sequence, sequences, head, column, HV, K, V, BK, BV)

@@ -3,8 +3,9 @@
 Writes, for C tokens (names as in docs/kernels.md):
     inverse      [tokens, HV, C]   rows of (I + (P Khat^T) * Gamma_prev)^-1
     scores       [tokens, HV, C]   rows of scale (Q Khat^T) * Gamma, in the input dtype
-    coefficients [6, tokens, HV]   what multiplies the raw rows of p, q and k in products with S and M
-    decays       [chunks, HV, 4]   abar, b, mbar of the whole chunk (and a zero)
+    coefficients [8, tokens, HV]   what multiplies the raw rows of p, q, k, and k without eta, in products with S, M
+    decays       [chunks, HV, 4]   abar, b and mbar of the whole chunk
+    gamma        [tokens, HV, C]   rows of Gamma, only for the backward pass
 Alpha, eta, the scale and the L2 norms are all inside these coefficients: later kernels read q, k and p as given.
 """
 
@@ -29,38 +30,22 @@ from mdn.ops.triton.blocks import (
 
 @triton.jit
 def coupled_decays(log_alpha, log_mu, beta, C: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr):
-    """The two decay masks, Gamma = L_alpha diag(beta) L_mu, abar, mbar and b."""
+    """The mu mask, Gamma = L_alpha diag(beta) L_mu, abar, mbar and b."""
     alpha_mask = decay_mask(log_alpha, C)
     mu_mask = decay_mask(log_mu, C)
     gamma = product(alpha_mask * beta[None, :], mu_mask, PRECISION, COMPUTE)
     abar = tl.exp(tl.cumsum(log_alpha, axis=0))
     mbar = tl.exp(tl.cumsum(log_mu, axis=0))
     b = tl.sum(alpha_mask * (beta * mbar)[None, :], axis=1)
-    return alpha_mask, mu_mask, gamma, abar, mbar, b
+    return mu_mask, gamma, abar, mbar, b
 
 
 @triton.jit
-def store_coefficients(
-    coefficients,
-    read_s,
-    read_m,
-    query_s,
-    query_m,
-    write_s,
-    write_m,
-    first,
-    left,
-    head,
-    heads,
-    plane,
-    C: tl.constexpr,
-):
-    store_gate(coefficients, read_s, first, left, head, heads, C)
-    store_gate(coefficients + plane, read_m, first, left, head, heads, C)
-    store_gate(coefficients + 2 * plane, query_s, first, left, head, heads, C)
-    store_gate(coefficients + 3 * plane, query_m, first, left, head, heads, C)
-    store_gate(coefficients + 4 * plane, write_s, first, left, head, heads, C)
-    store_gate(coefficients + 5 * plane, write_m, first, left, head, heads, C)
+def store_coefficients(coefficients, which, of_s, of_m, first, left, head, heads, plane, C: tl.constexpr):
+    """A pair of [C] vectors, as `load_coefficients` reads it."""
+    pair = coefficients + 2 * which * plane
+    store_gate(pair, of_s, first, left, head, heads, C)
+    store_gate(pair + plane, of_m, first, left, head, heads, C)
 
 
 @triton.jit
@@ -76,6 +61,7 @@ def prepare_kernel(
     scores,
     coefficients,
     decays,
+    gamma,
     chunk_indices,
     cu_seqlens,
     time,
@@ -99,7 +85,9 @@ def prepare_kernel(
     log_alpha_rows = load_gate(log_alpha, first, left, head, HV, C, COMPUTE)
     log_mu_rows = load_gate(log_mu, first, left, head, HV, C, COMPUTE)
     beta_rows = load_gate(beta, first, left, head, HV, C, COMPUTE)
-    _, mu_mask, gamma, abar, mbar, b = coupled_decays(log_alpha_rows, log_mu_rows, beta_rows, C, PRECISION, COMPUTE)
+    mu_mask, gamma_tile, abar, mbar, b = coupled_decays(log_alpha_rows, log_mu_rows, beta_rows, C, PRECISION, COMPUTE)
+    if gamma is not None:
+        store_tile(gamma, gamma_tile, first, left, head, HV, 0, C, C, C)
 
     k_tile = load_tile(k, first, left, key_head, H, 0, K, C, BK)
     k_factor = inverse_norm(k_tile, L2NORM, C, COMPUTE)
@@ -109,7 +97,7 @@ def prepare_kernel(
     q_factor = inverse_norm(q_tile, L2NORM, C, COMPUTE) * scale
     similarity = product(q_tile, tl.trans(k_tile), PRECISION, COMPUTE)
     store_tile(
-        scores, similarity * gamma * q_factor[:, None] * write_factor[None, :], first, left, head, HV, 0, C, C, C
+        scores, similarity * gamma_tile * q_factor[:, None] * write_factor[None, :], first, left, head, HV, 0, C, C, C
     )
 
     if p is None:
@@ -120,26 +108,20 @@ def prepare_kernel(
         p_factor = inverse_norm(p_tile, L2NORM, C, COMPUTE)
     if P_TIMES_ALPHA:
         p_factor = p_factor * tl.exp(log_alpha_rows)
-    gamma_prev = product(row_shift(C, COMPUTE), gamma, PRECISION, COMPUTE)
+    gamma_prev = product(row_shift(C, COMPUTE), gamma_tile, PRECISION, COMPUTE)
     overlap = product(p_tile, tl.trans(k_tile), PRECISION, COMPUTE) * p_factor[:, None] * write_factor[None, :]
     solved = unit_lower_inverse(overlap * gamma_prev, C, PRECISION, COMPUTE)
     store_tile(inverse, solved, first, left, head, HV, 0, C, C, C)
 
-    store_coefficients(
-        coefficients,
-        p_factor * previous(abar, 1.0, C),
-        p_factor * previous(b, 0.0, C),
-        q_factor * abar,
-        q_factor * b,
-        write_factor * last_row(gamma, C),
-        write_factor * last_row(mu_mask, C),
-        first,
-        left,
-        head,
-        HV,
-        plane,
-        C,
-    )
+    read_s = p_factor * previous(abar, 1.0, C)
+    read_m = p_factor * previous(b, 0.0, C)
+    store_coefficients(coefficients, 0, read_s, read_m, first, left, head, HV, plane, C)
+    store_coefficients(coefficients, 1, q_factor * abar, q_factor * b, first, left, head, HV, plane, C)
+    last_gamma = last_row(gamma_tile, C)
+    last_mu = last_row(mu_mask, C)
+    write_s = write_factor * last_gamma
+    store_coefficients(coefficients, 2, write_s, write_factor * last_mu, first, left, head, HV, plane, C)
+    store_coefficients(coefficients, 3, k_factor * last_gamma, k_factor * last_mu, first, left, head, HV, plane, C)
     rows = tl.arange(0, C)
     decay = decays + (row * HV + head) * 4
     tl.store(decay, tl.sum(tl.where(rows == C - 1, abar, 0.0), axis=0))

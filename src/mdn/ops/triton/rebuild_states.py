@@ -7,8 +7,15 @@ only. Two products a chunk, against eight in the forward pass.
 import triton
 import triton.language as tl
 
-from mdn.ops.triton.blocks import load_tile, locate_sequence, state_offsets, state_row
-from mdn.ops.triton.forward_states import advance_states, load_coefficients, load_states
+from mdn.ops.triton.blocks import (
+    load_coefficients,
+    load_tile,
+    locate_sequence,
+    state_offsets,
+    state_row,
+    tokens_left_at,
+)
+from mdn.ops.triton.forward_states import advance_states, load_states
 
 
 @triton.jit
@@ -51,7 +58,7 @@ def rebuild_states_kernel(
 
     for chunk in range(tl.cdiv(length, C)):
         first = begin + chunk * C
-        left = length - chunk * C
+        left = tokens_left_at(length, chunk, C)
         row = state_row(begin, sequence, chunk, C)
         store_chunk_states(states, s, m, row, head, column, HV, K, V, BK, BV)
         k_tile = load_tile(k, first, left, key_head, H, 0, K, C, BK)

@@ -37,8 +37,10 @@ _NARROW = {
     "forward_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
     "rebuild_states": (Tile(32, 4, 3), Tile(32, 8, 2)),
     "backward_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
+    "backward_scores": (Tile(64, 8, 2), Tile(64, 8, 2)),
     # Two to four [C, K] sums live at once.
     "backward_inputs": (Tile(64, 8, 2), Tile(32, 8, 2)),
+    "backward_gates": (Tile(16, 8, 1), Tile(16, 8, 1)),
     # Bandwidth only: 128-byte rows, many small programs.
     "decode": (Tile(32, 4, 1), Tile(32, 8, 1)),
 }
@@ -48,6 +50,8 @@ _WIDE = {
     "forward_states": (Tile(16, 4, 1), Tile(16, 8, 1)),
     "rebuild_states": (Tile(32, 4, 1), Tile(16, 8, 1)),
     "backward_states": (Tile(16, 4, 1), Tile(16, 8, 1)),
+    "backward_scores": (Tile(32, 8, 1), Tile(32, 8, 1)),
     "backward_inputs": (Tile(32, 8, 1), Tile(16, 8, 1)),
+    "backward_gates": (Tile(16, 8, 1), Tile(16, 8, 1)),
     "decode": (Tile(32, 4, 1), Tile(32, 8, 1)),
 }
