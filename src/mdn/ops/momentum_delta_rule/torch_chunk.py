@@ -26,7 +26,7 @@ from mdn.ops.momentum_delta_rule.schedule import Group, Slab, choose_chunk_size,
 
 # (chunk, head) pairs worked on at once, and bytes of their states: larger batches fall out of the caches, and larger
 # temporaries are given back to the system after each use and fault in again.
-PAIRS_AT_ONCE = 64
+PAIRS_AT_ONCE = 128
 STATE_BYTES_AT_ONCE = 4 * 2**20
 
 
