@@ -1,0 +1,173 @@
+"""Interrupted runs: killed at any moment, stopped by a signal, damaged, foreign, out of disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mdn.training import checkpoints, run
+from mdn.training.metrics import read_metrics
+from mdn.training.recipe import to_yaml
+from mdn.training.run import train
+from training_support import losses, tiny_recipe
+
+TESTS = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_plots() -> Iterator[None]:
+    """Drawing takes longer than training here; test_training_demo.py looks at the plots."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "plot_loss", lambda *_: None)
+        patch.setattr(run, "plot_gates", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a corpus and the undisturbed run `run`."""
+    root = tmp_path_factory.mktemp("training")
+    train(tiny_recipe(root))
+    return root
+
+
+def test_a_run_killed_inside_saves_and_at_random_moments_ends_with_the_same_losses_bit_for_bit(whole: Path) -> None:
+    script = [sys.executable, str(TESTS / "training_kills.py"), str(whole)]
+    output = subprocess.run(script, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+    assert output.returncode == 0, output.stderr
+    history = json.loads(output.stdout.splitlines()[-1])
+    planted = [(moment, status) for moment, status in history if moment.startswith(("in_", "after_", "before_"))]
+    assert all(os.WIFSIGNALED(status) for _, status in planted), history  # every planted kill did strike
+    assert history[-1] == ["undisturbed", 0]
+    assert losses(whole / "killed") == losses(whole / "run")
+    assert (whole / "killed" / "summary.json").is_file()
+
+
+def test_two_runs_of_one_recipe_give_the_same_losses_and_weights(whole: Path) -> None:
+    train(tiny_recipe(whole, "again"))
+    assert losses(whole / "again") == losses(whole / "run")
+    first, second = ((whole / name / "model" / "model.safetensors").read_bytes() for name in ("run", "again"))
+    assert first == second
+
+
+def test_another_seed_gives_other_losses(whole: Path) -> None:
+    train(tiny_recipe(whole, "seeded", seed=1, training={"steps": 2}))
+    assert losses(whole / "seeded") != losses(whole / "run")[:2]
+
+
+def test_a_finished_run_is_reported_and_not_trained_again(whole: Path) -> None:
+    before = (whole / "run" / "metrics.jsonl").stat().st_mtime_ns
+    result = train(tiny_recipe(whole))
+    assert result.summary is not None
+    assert result.step == 12
+    assert (whole / "run" / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_save_exit_zero_and_the_run_goes_on_exactly(whole: Path, number: signal.Signals) -> None:
+    name = f"stopped-{number.name}"
+    recipe = tiny_recipe(whole, name, logging={"save_every": 0})
+    path = whole / f"{name}.yaml"
+    path.write_text(to_yaml(recipe))
+    start = "import sys; from mdn.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", start, "train", str(path)]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    metrics = whole / name / "metrics.jsonl"
+    while process.poll() is None and not any(line["step"] >= 2 for line in read_metrics(metrics)):
+        time.sleep(0.01)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "stopped at step" in output
+    [saved] = checkpoints.all_paths(whole / name)
+    assert 2 <= checkpoints.step_of(saved) < 12
+    train(recipe)
+    assert losses(whole / name) == losses(whole / "run")
+
+
+def test_a_torn_checkpoint_is_refused_by_name_and_left_alone(whole: Path, tmp_path: Path) -> None:
+    copy = _stopped_copy(whole, tmp_path)
+    weights = copy / "checkpoint-12" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"checkpoint-12 is torn: model\.safetensors has \d+ bytes instead of \d+"):
+        train(_copy_recipe(whole, tmp_path))
+    assert weights.is_file()
+
+
+def test_a_checkpoint_without_a_marker_is_refused_by_name(whole: Path, tmp_path: Path) -> None:
+    copy = _stopped_copy(whole, tmp_path)
+    (copy / "checkpoint-9" / checkpoints.MARKER).unlink()
+    with pytest.raises(ValueError, match="checkpoint-9 has no COMPLETE marker"):
+        train(_copy_recipe(whole, tmp_path))
+
+
+def test_a_checkpoint_of_another_recipe_is_refused_with_the_field_that_differs(whole: Path, tmp_path: Path) -> None:
+    _stopped_copy(whole, tmp_path)
+    recipe = _copy_recipe(whole, tmp_path, training={"learning_rate": 2e-2})
+    with pytest.raises(ValueError, match=r"checkpoint-12 comes from another recipe \(training.learning_rate was 0.01"):
+        train(recipe)
+
+
+def test_a_run_may_go_on_with_another_micro_batch(whole: Path, tmp_path: Path) -> None:
+    copy = _stopped_copy(whole, tmp_path)
+    checkpoints.remove(copy / "checkpoint-12")
+    train(_copy_recipe(whole, tmp_path, training={"micro_batch_tokens": 128}))
+    after = [float.fromhex(value) for value in losses(copy)]
+    expected = [float.fromhex(value) for value in losses(whole / "run")]
+    assert after == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_unwritable_directory_is_one_clear_error(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    recipe = tiny_recipe(whole, output=str(tmp_path / "file" / "run"))
+    with pytest.raises(OSError, match="cannot be written"):
+        train(recipe)
+
+
+def test_a_full_disk_stops_with_one_line_and_keeps_the_last_good_checkpoint(whole: Path) -> None:
+    """A limit on the size of files makes the second checkpoint fail half way, as a full disk would."""
+    script = f"""
+import resource, sys
+from pathlib import Path
+from training_support import tiny_recipe
+from mdn.training import checkpoints, run
+run.plot_loss = run.plot_gates = lambda *_: None
+publish = checkpoints.publish
+def limited(*arguments):
+    path = publish(*arguments)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    return path
+checkpoints.publish = limited
+try:
+    run.train(tiny_recipe(Path({str(whole)!r}), "full"))
+except OSError as error:
+    print(error)
+    sys.exit(2)
+"""
+    command = [sys.executable, "-c", script]
+    output = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert output.returncode == 2, output.stderr
+    assert "checkpoint-6 could not be written" in output.stdout
+    assert "the last good checkpoint is checkpoint-3" in output.stdout
+    train(tiny_recipe(whole, "full"))
+    assert losses(whole / "full") == losses(whole / "run")
+
+
+def _stopped_copy(whole: Path, place: Path) -> Path:
+    """A copy of the finished run without its summary, so that starting it again looks at its checkpoints."""
+    shutil.copytree(whole / "run", place / "run", ignore=shutil.ignore_patterns("summary.json"))
+    return place / "run"
+
+
+def _copy_recipe(whole: Path, place: Path, **overrides):
+    return tiny_recipe(whole, **overrides).model_copy(update={"output": str(place / "run")})
