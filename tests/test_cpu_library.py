@@ -84,7 +84,7 @@ def test_several_python_threads_may_call_at_once() -> None:
 
 
 def _child(connection, inputs: Inputs, threads: int) -> None:
-    """Only the kernel runs here: torch's own parallel operations would wait for threads that the child does not have."""
+    """Only the kernel runs here: torch's own parallel operations would wait for threads that a child does not have."""
     if threads:
         torch.set_num_threads(threads)
     options = options_for(inputs)

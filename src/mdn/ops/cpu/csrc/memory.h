@@ -6,7 +6,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <memory>
 #include <new>
+#include <vector>
 
 #include "vector.h"
 
@@ -18,25 +20,34 @@ constexpr long round_up(long x) { return (x + kWidth - 1) / kWidth * kWidth; }
 constexpr long row_stride(long columns) { return ((columns + kWidth - 1) / kWidth | 1) * kWidth; }
 
 // Hands out pieces of one block. With no block it only counts, so a workspace is built twice: once to measure, once to use.
+// In a checked build (tests/sanitizers) every piece is an allocation of its own, so that reading past its end is seen.
 class Arena {
    public:
     explicit Arena(float* block) : next_(block), measuring_(block == nullptr) {}
 
     float* take(long count) {
-        count = round_up(count);
-        taken_ += count;
+        const long padded = round_up(count);
+        taken_ += padded;
         if (measuring_) return nullptr;
+#if defined(MDN_CHECKED)
+        pieces_.emplace_back(new float[count]);
+        return pieces_.back().get();
+#else
         float* piece = next_;
-        next_ += count;
+        next_ += padded;
         return piece;
+#endif
     }
 
     long taken() const { return taken_; }
 
    private:
-    float* next_;
+    [[maybe_unused]] float* next_;
     bool measuring_;
     long taken_ = 0;
+#if defined(MDN_CHECKED)
+    std::vector<std::unique_ptr<float[]>> pieces_;
+#endif
 };
 
 // One block per thread, kept between calls: memory that is freed goes back to the system and every page of it faults in again.

@@ -102,8 +102,8 @@ void step_head(const void* context, long unit) {
     head.momentum = step.momentum + (step.has_momentum ? slot * momentum_strides[0] + value_head * momentum_strides[1] : 0);
     head.state_stride = strides[2], head.momentum_stride = momentum_strides[2];
     head.rows = step.key_dim, head.columns = step.value_dim;
-    for (float** x : {&head.q, &head.k, &head.p}) *x = vectors.take(step.key_dim);
-    for (float** x : {&head.r, &head.o}) *x = vectors.take(step.value_dim);
+    for (float** x : {&head.q, &head.k, &head.p}) *x = vectors.take(round_up(step.key_dim));
+    for (float** x : {&head.r, &head.o}) *x = vectors.take(padded);
     load_key<Element>(step, head.q, step.q, key_row, static_cast<float>(step.scale));
     load_key<Element>(step, head.k, step.k, key_row, 1);
     load_padded(head.r, static_cast<const Element*>(step.v) + unit * step.value_dim, step.value_dim, padded);
