@@ -274,10 +274,18 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         """``generate`` asks for masks by layer type; this model reads the plain ``[B, T]`` one."""
         return attention_mask
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: Tensor | None = None,  # named here because generate() looks for it
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        kwargs |= {"next_sequence_length": next_sequence_length, "is_first_iteration": is_first_iteration}
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         # A token that was just generated is never padding, so a decode step need not look at the mask. (Only the
         # decoding loop says how many tokens are new without calling it the first iteration; chunked prefill does not.)
-        if kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
+        if next_sequence_length == 1 and not is_first_iteration:
             inputs["all_tokens_valid"] = True
         return inputs

@@ -1,0 +1,108 @@
+"""A pack equals its samples apart, forward and backward, and nothing leaks between them."""
+
+import pytest
+import torch
+from small_models import MODELS, relative_error, small_model, tokens
+from transformers import DataCollatorWithFlattening
+
+from mdn.ops.boundaries import SequenceBoundaries
+
+LENGTHS = [5, 1, 70, 2, 1, 33]
+
+
+def packed_inputs(kind: str):
+    """The three ways to say where the samples of a pack begin."""
+    cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
+    if kind == "position_ids":
+        return {"position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]}
+    if kind == "cu_seq_lens_q":
+        return {"cu_seq_lens_q": cu_seqlens.int(), "cu_seq_lens_k": cu_seqlens.int(), "max_length_q": max(LENGTHS)}
+    return {"cu_seqlens": cu_seqlens if kind == "cu_seqlens" else SequenceBoundaries.from_cu_seqlens(cu_seqlens)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["cu_seqlens", "boundaries", "cu_seq_lens_q", "position_ids"])
+@pytest.mark.parametrize("name", ["momentum_deltanet", "hybrid"])
+def test_every_way_to_mark_a_pack_gives_the_samples_apart(name, kind):
+    model = small_model(name)
+    ids = tokens(1, sum(LENGTHS))
+    together = model(ids, **packed_inputs(kind)).logits
+    apart = torch.cat([model(sample).logits for sample in ids.split(LENGTHS, dim=1)], dim=1)
+    assert relative_error(together, apart) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_equals_separate_in_loss_and_gradients(name):
+    model = small_model(name).train()
+    ids = tokens(1, sum(LENGTHS))
+    samples = ids.split(LENGTHS, dim=1)
+    targets = sum(length - 1 for length in LENGTHS)
+
+    def gradients(loss):
+        return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
+
+    loss, found = gradients(model(ids, labels=ids, **packed_inputs("cu_seqlens")).loss)
+    apart = [model(sample, labels=sample, num_items_in_batch=targets).loss for sample in samples if sample.shape[1] > 1]
+    expected_loss, expected = gradients(sum(apart))
+    torch.testing.assert_close(loss, expected_loss)
+    for name, one, other in zip(dict(model.named_parameters()), found, expected):
+        assert (one - other).abs().max() <= 2e-5 * other.abs().max() + 1e-8, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_perturbing_another_sample_of_the_pack_changes_nothing(name):
+    model = small_model(name)
+    ids = tokens(1, sum(LENGTHS))
+    begin, end = sum(LENGTHS[:2]), sum(LENGTHS[:3])
+    other = (ids + 1) % model.config.vocab_size
+    other[:, begin:end] = ids[:, begin:end]
+    packed = packed_inputs("cu_seqlens")
+    before, after = model(ids, **packed).logits, model(other, **packed).logits
+    assert torch.equal(before[:, begin:end], after[:, begin:end])
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("flash_arguments", [False, True])
+def test_the_trainers_padding_free_collator_gives_the_loss_of_the_samples(flash_arguments):
+    model = small_model("hybrid")
+    samples = [tokens(1, length, seed=length)[0].tolist() for length in (9, 4, 17)]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=flash_arguments)
+    batch = collate([{"input_ids": sample} for sample in samples])
+    losses = [model(torch.tensor([s]), labels=torch.tensor([s])).loss * (len(s) - 1) for s in samples]
+    torch.testing.assert_close(model(**batch).loss, sum(losses) / sum(len(s) - 1 for s in samples))
+
+
+def test_masked_tokens_are_neither_asked_nor_targets():
+    model = small_model()
+    ids = tokens(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5], mask[1, 9:] = 0, 0
+    losses = [model(ids[:1, 5:], labels=ids[:1, 5:]).loss * 6, model(ids[1:, :9], labels=ids[1:, :9]).loss * 8]
+    torch.testing.assert_close(model(ids, attention_mask=mask, labels=ids).loss, sum(losses) / 14)
+
+
+def test_gradients_of_a_padded_batch_equal_those_of_its_rows():
+    model = small_model("hybrid").train()
+    ids = tokens(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    padded = torch.autograd.grad(model(ids, attention_mask=mask, labels=ids).loss * 17, list(model.parameters()))
+    rows = model(ids[:1, 5:], labels=ids[:1, 5:]).loss * 6 + model(ids[1:], labels=ids[1:]).loss * 11
+    for one, other in zip(padded, torch.autograd.grad(rows, list(model.parameters()))):
+        assert (one - other).abs().max() <= 2e-5 * other.abs().max() + 1e-8
+
+
+def test_contradictions_are_refused_by_name():
+    model, ids = small_model(), tokens(2, 6)
+    cu_seqlens = torch.tensor([0, 2, 6])
+    with pytest.raises(ValueError, match="batch of 1"):
+        model(ids, cu_seqlens=cu_seqlens)
+    with pytest.raises(ValueError, match="cu_seqlens or attention_mask"):
+        model(ids[:1], cu_seqlens=cu_seqlens, attention_mask=torch.ones(1, 6))
+    with pytest.raises(ValueError, match="past_key_values"):
+        model(ids[:1], cu_seqlens=cu_seqlens, past_key_values=model(ids[:1], use_cache=True).past_key_values)
+    with pytest.raises(ValueError, match="cover all 6 tokens"):
+        model(ids[:1], cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="position_ids that restart"):
+        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]] * 2))
