@@ -20,6 +20,10 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 
+# Rough figures of a laptop-class processor; only their ratio matters, for the choice of a chunk size.
+FLOPS_PER_SECOND = 1e11
+SECONDS_PER_ROUND = 1e-3
+
 
 @dataclass(frozen=True)
 class Group:
@@ -57,11 +61,24 @@ class Slab:
     groups: tuple[Group, ...]
 
 
-def choose_chunk_size(limit: int, longest: int, mean_length: float, key_dim: int) -> int:
-    """At most ``limit``; smaller where that is faster: narrow keys, or sequences that would be mostly padding."""
-    best_for_keys = 64 if key_dim >= 128 else 32
-    useful = max(16, 1 << (max(int(mean_length), 1) - 1).bit_length())
-    return max(1, min(limit, best_for_keys, useful, longest))
+@lru_cache(maxsize=64)
+def choose_chunk_size(limit: int, lengths: tuple[int, ...], heads: int, key_dim: int, value_dim: int, most: int) -> int:
+    """The size from 16 up to ``limit`` with the least estimated time: products on whole chunks, plus a cost per round.
+
+    Long chunks waste padding and products that grow with C; short ones mean more rounds.
+    """
+    longest = max(lengths, default=1)
+    if longest <= 16 or limit <= 16:
+        return max(1, min(limit, longest))
+
+    def seconds(size: int) -> float:
+        chunks = sum(-(-length // size) for length in lengths)
+        per_token = 40 * key_dim * value_dim + size * (12 * value_dim + 16 * key_dim)
+        rounds = max(-(-longest // size), chunks * heads / most)
+        return heads * chunks * size * per_token / FLOPS_PER_SECOND + rounds * SECONDS_PER_ROUND
+
+    sizes = [16 * 2**i for i in range(5) if 16 * 2**i < limit]
+    return min(longest, min([*sizes, limit], key=seconds))
 
 
 def sequences_of(

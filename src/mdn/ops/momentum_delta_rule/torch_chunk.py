@@ -385,11 +385,9 @@ def _write_only(reader: ChunkReader, group: Group) -> Write:
 
 def plan(q: Tensor, v: Tensor, boundaries: SequenceBoundaries | None, chunk_limit: int) -> tuple[Slab, ...]:
     starts, lengths = sequences_of(v.shape[0], v.shape[1], boundaries)
-    filled = [length for length in lengths if length]
-    mean = sum(filled) / max(1, len(filled))
-    size = choose_chunk_size(chunk_limit, max(lengths, default=0), mean, q.shape[-1])
     one_state = 2 * q.shape[-1] * v.shape[-1] * compute_dtype(q).itemsize
     most = min(PAIRS_AT_ONCE, max(1, STATE_BYTES_AT_ONCE // one_state))
+    size = choose_chunk_size(chunk_limit, lengths, v.shape[-2], q.shape[-1], v.shape[-1], most)
     return make_schedule(starts, lengths, size, v.shape[-2], most, v.device)
 
 
