@@ -1,4 +1,4 @@
-"""The README is true: its Python runs, its links exist, and every `mdn` command in the docs is one the parser accepts."""
+"""The README is true: its Python runs, its links exist, and every `mdn` command in the docs parses."""
 
 import re
 import shlex
