@@ -148,7 +148,7 @@ def recurrence(
             S = alpha[:, t, :, None, None] * S - beta[:, t, :, None, None] * M
             outputs.append(scale * (q[:, t].unsqueeze(-1) * S).sum(-2))
         finals.append(torch.stack([S, M]))
-    o = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)
+    o = torch.stack(outputs, dim=1) if outputs else v.clone()
     return o, torch.cat(finals, dim=1)
 
 
@@ -177,9 +177,11 @@ def cotangents(o: Tensor, state: Tensor, seed: int = 99) -> tuple[Tensor, Tensor
 def run_with_gradients(
     function: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """o, final state, and the gradient of every input."""
+    """o, final state, and the gradient of every input (zeros where nothing depends on it)."""
     o, state = function(inputs)
-    grads = torch.autograd.grad((o, state), list(inputs.values()), cotangents(o, state), materialize_grads=True)
+    pairs = [(x, grad) for x, grad in zip((o, state), cotangents(o, state)) if x.requires_grad]
+    results, directions = zip(*pairs)
+    grads = torch.autograd.grad(results, list(inputs.values()), directions, materialize_grads=True)
     return o.detach(), state.detach(), dict(zip(inputs, grads))
 
 
