@@ -1,0 +1,96 @@
+"""What a model's MDN layers did with a text: gates and keys of every token and head.
+
+    recorded = record_model(model, input_ids)      # one LayerRecord per MDN layer
+    recorded = record_layer(layer, hidden_states)  # one layer on its own
+
+Arrays are float64 with time first: gates ``[T, HV]``, keys ``[T, HV, K]`` (L2-normalised, repeated for value heads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mdn.analysis.spectrum import GateSample
+from mdn.layers.momentum_deltanet import MomentumDeltaNet
+from mdn.ops.l2norm import l2norm
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    layer: int
+    gates: GateSample
+    keys: np.ndarray
+
+
+def _array(x: Tensor) -> np.ndarray:
+    return x[0].detach().double().cpu().numpy()
+
+
+@contextmanager
+def _recording(layers: list[MomentumDeltaNet]) -> Iterator[list[LayerRecord]]:
+    """Puts a listener before every layer's ``run``, which receives keys after the convolution."""
+    records: list[LayerRecord] = []
+
+    def listen(layer: MomentumDeltaNet) -> Any:
+        inner = layer.run
+
+        def run(q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, *rest: Any) -> Tensor:
+            gates = layer.gates(hidden_states)
+            sample = GateSample(
+                *(_array(x) for x in (gates.log_alpha.exp(), gates.beta, gates.log_mu.exp(), gates.eta))
+            )
+            keys = l2norm(k.double()).repeat_interleave(layer.num_v_heads // layer.num_heads, dim=2)
+            records.append(LayerRecord(int(layer.layer_idx or 0), sample, _array(keys)))
+            return inner(q, k, v, hidden_states, *rest)
+
+        return run
+
+    for layer in layers:
+        layer.run = listen(layer)  # type: ignore[method-assign]
+    try:
+        yield records
+    finally:
+        for layer in layers:
+            del layer.run  # the class's own method shows again
+
+
+@torch.no_grad()
+def record_model(model: nn.Module, input_ids: Tensor) -> list[LayerRecord]:
+    """One forward pass over ``input_ids`` ``[1, T]``."""
+    layers = [module for module in model.modules() if isinstance(module, MomentumDeltaNet)]
+    if not layers:
+        raise ValueError(f"the model has no momentum_deltanet layer (mixer {model.config.mixer!r}), nothing to record")
+    if input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
+        raise ValueError(f"input_ids must be [1, T] with at least 2 tokens, got {list(input_ids.shape)}")
+    with _recording(layers) as records:
+        model(input_ids=input_ids.to(next(model.parameters()).device), use_cache=False)
+    return records
+
+
+@torch.no_grad()
+def record_layer(layer: MomentumDeltaNet, hidden_states: Tensor) -> LayerRecord:
+    """One layer on hidden states ``[1, T, D]``."""
+    with _recording([layer]) as records:
+        layer(hidden_states)
+    return records[0]
+
+
+def read_tokens(tokenizer: Any, text: Path, most: int) -> Tensor:
+    """``[1, T]`` ids of the first ``most`` tokens of a text file, the start token included."""
+    if most < 2:
+        raise ValueError(f"--tokens must be at least 2, got {most}")
+    content = text.read_text(encoding="utf-8", errors="replace")
+    if not content.strip():
+        raise ValueError(f"{text} has no text")
+    # Eight bytes a token is more than any tokenizer here needs; a book need not be tokenised for its first page.
+    ids = tokenizer(content[: 8 * most + 64], add_special_tokens=False)["input_ids"]
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return torch.tensor([[*start, *ids][:most]], dtype=torch.long)

@@ -1,0 +1,74 @@
+"""`mdn analyze spectra`: the eigenvalue regions of the paper's spectral figure, and a trained model's own eigenvalues."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mdn.analysis.recording import LayerRecord
+from mdn.analysis.spectrum import (
+    check_closed_form,
+    quadrant_shares,
+    region_eigenvalues,
+    sample_pair,
+    sampled_regions,
+    spectral_radius,
+)
+from mdn.plots import COLOURS, figure
+
+PANEL_POINTS = 4000
+TITLES = {
+    "first order": "first order: α(1 − β)",
+    "unconstrained momentum": "momentum, unconstrained",
+    "constrained momentum": "momentum, β < 1 − α, μ ≥ 1/e",
+    "layer": "the layer's bounds, μ ≥ exp(−2)",
+}
+
+
+def spectra(points: int, seed: int, records: list[LayerRecord] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(results, eigenvalues by panel). Results: shares per region and per layer, and the check of the closed form."""
+    panels: dict[str, np.ndarray] = {}
+    results: dict[str, Any] = {"points": points, "seed": seed, "regions": {}, "layers": []}
+    for name, gates in sampled_regions(points, seed).items():
+        panels[TITLES[name]] = region_eigenvalues(name, gates)
+        radius = np.abs(panels[TITLES[name]]) if name == "first order" else spectral_radius(gates)
+        results["regions"][name] = {
+            **quadrant_shares(panels[TITLES[name]]),
+            "largest spectral radius": float(radius.max()),
+            "smallest real part": float(panels[TITLES[name]].real.min()),
+        }
+    for record in records or []:
+        values = sample_pair(record.gates)
+        title = f"layer {record.layer}, {values.shape[0]} tokens, {values.shape[1]} heads"
+        panels[title] = values.reshape(-1)
+        per_head = [quadrant_shares(values[:, head]) for head in range(values.shape[1])]
+        results["layers"].append({"layer": record.layer, **quadrant_shares(values), "heads": per_head})
+    samples = 200
+    results["closed form against numpy.linalg.eigvals"] = {
+        "samples": samples,
+        "largest distance": check_closed_form(samples, seed=seed),
+    }
+    return results, panels
+
+
+def draw(panels: dict[str, np.ndarray], seed: int = 0) -> Any:
+    """One unit disc per panel; crowded panels show a sample of their points."""
+    rng = np.random.default_rng(seed)
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    size = (3.1 * columns, 3.3 * rows + 0.3)
+    fig, axes = figure("Eigenvalues of one step", "real", "imaginary", rows=rows, columns=columns, size=size)
+    circle = np.exp(1j * np.linspace(0, 2 * np.pi, 200))
+    for axis, (title, values) in zip(np.asarray(axes).flat, panels.items()):
+        shown = values if len(values) <= PANEL_POINTS else rng.choice(values, PANEL_POINTS, replace=False)
+        axis.plot(circle.real, circle.imag, color="#999999", linewidth=0.8)
+        axis.axvline(0, color="#999999", linewidth=0.6)
+        left = shown.real < 0
+        for part, colour in ((shown[~left], COLOURS[0]), (shown[left], COLOURS[1])):
+            axis.plot(part.real, part.imag, ".", markersize=1.5, alpha=0.5, color=colour, rasterized=True)
+        axis.set(xlim=(-1.08, 1.08), ylim=(-1.08, 1.08), aspect="equal")
+        axis.set_title(title, fontsize=8)
+    for axis in list(np.asarray(axes).flat)[len(panels) :]:
+        axis.set_visible(False)
+    return fig

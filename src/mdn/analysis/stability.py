@@ -1,0 +1,109 @@
+"""`mdn analyze stability`: spectral radius of single steps, growth of products of steps, and where the guarantee ends.
+
+Gates come from the layer's own parameterisation at its first values (and its ablations), from given ranges, or from a
+trained model on a text.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from mdn.analysis.products import growth_summary, running_growth, shares_over
+from mdn.analysis.recording import LayerRecord, record_layer
+from mdn.analysis.spectrum import GUARANTEED_LOG_MU, GateSample, pair_eigenvalues, sample_pair, spectral_radius
+from mdn.layers.momentum_deltanet import MomentumDeltaNet
+from mdn.plots import COLOURS, figure
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "no clamp": {"min_log_mu": None},
+    "mu = 0": {"use_momentum": False},
+    "alpha_max = 1": {"bound_alpha": False},
+    "beta_max = 1": {"bound_beta": False},
+    "both bounds off": {"bound_alpha": False, "bound_beta": False},
+    "eta = 2 sigmoid": {"eta_activation": "sigmoid"},
+}
+"""ablations of the layer's gates, as the layer's arguments"""
+HIDDEN_SIZE = 64
+KEY_DIM = 16
+
+
+def initial_record(variant: str, heads: int, steps: int, seed: int) -> LayerRecord:
+    """Gates and keys of a fresh layer (one variant) on normally distributed hidden states."""
+    if variant not in VARIANTS:
+        raise ValueError(f"variant must be one of {sorted(VARIANTS)}, got {variant!r}")
+    torch.manual_seed(seed)
+    layer = MomentumDeltaNet(HIDDEN_SIZE, KEY_DIM, heads, expand_v=1, layer_idx=0, **VARIANTS[variant]).eval()
+    return record_layer(layer, torch.randn(1, steps, HIDDEN_SIZE))
+
+
+def range_record(ranges: dict[str, tuple[float, float]], heads: int, steps: int, seed: int) -> LayerRecord:
+    """Gates drawn evenly from ranges, keys evenly from the unit sphere."""
+    rng = np.random.default_rng(seed)
+    gates = {name: rng.uniform(*ranges[name], (steps, heads)) for name in ("alpha", "beta", "mu", "eta")}
+    keys = rng.normal(size=(steps, heads, KEY_DIM))
+    return LayerRecord(0, GateSample(**gates), keys / np.linalg.norm(keys, axis=-1, keepdims=True))
+
+
+def analyse(record: LayerRecord, windows: list[int]) -> dict[str, Any]:
+    """Single steps, products over windows, and the running product over the whole sequence, of one set of heads."""
+    radius, pair = spectral_radius(record.gates), sample_pair(record.gates)
+    steps = len(record.keys)
+    return {
+        "steps": steps,
+        "heads": record.keys.shape[1],
+        "largest spectral radius": float(radius.max()),
+        "median spectral radius": float(np.median(radius)),
+        "share of steps outside the unit disc": float((radius > 1 + 1e-12).mean()),
+        "share of steps in the left half plane": float((pair.real.min(axis=-1) < 0).mean()),
+        "share of steps with mu below 1/8": float((record.gates.mu < 0.125).mean()),
+        "windows": growth_summary(record.gates, record.keys, [w for w in windows if w <= steps]),
+        "whole": shares_over(running_growth(record.gates, record.keys, min(64, steps))),
+    }
+
+
+def guarantee(log_mus: np.ndarray, resolution: int = 201) -> list[dict[str, float]]:
+    """Section 4 by brute force: over all gates the layer's bounds allow at a given log mu, the smallest real part of an
+    eigenvalue and the largest modulus. The closed form says: right half plane exactly down to log mu = -ln 8."""
+    largest_alpha = np.linspace(1e-6, 1, resolution)[:, None, None]
+    eta = np.linspace(0, 2, 21)[None, :, None]
+    share = np.linspace(0, 1, 5)[None, None, :]  # of the largest beta that is used; alpha at its largest is worst
+    rows = []
+    for log_mu in log_mus:
+        beta = share * (1 - largest_alpha)
+        pair = pair_eigenvalues(largest_alpha, beta, math.exp(log_mu), eta)
+        smallest, largest = float(pair.real.min()), float(np.abs(pair).max())
+        rows.append({"log mu": float(log_mu), "smallest real part": smallest, "largest modulus": largest})
+    return rows
+
+
+def guarantee_end(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The last log mu (from above) whose eigenvalues all stay right of the imaginary axis, next to -ln 8."""
+    safe = [row["log mu"] for row in rows if row["smallest real part"] >= -1e-12]
+    return {"found by sweep": min(safe), "closed form": GUARANTEED_LOG_MU}
+
+
+def draw(results: dict[str, Any]) -> Any:
+    """Left: log10 norm of products against the window; right: the smallest real part against log mu."""
+    fig, (left, right) = figure("Stability: products of steps, and the guarantee", columns=2, size=(9.6, 3.8))
+    for number, (name, entry) in enumerate(results["sources"].items()):
+        rows, colour = entry["windows"], COLOURS[number % len(COLOURS)]
+        window = [row["window"] for row in rows]
+        left.plot(window, [row["99 % log10 norm"] for row in rows], "o-", color=colour, label=name)
+        left.plot(window, [row["median log10 norm"] for row in rows], ":", color=colour)
+    left.axhline(0, color="#999999", linewidth=0.8)
+    left.set_xscale("log", base=2)
+    left.set_yscale("symlog", linthresh=1)
+    left.set(title="norm of the product (99 %, dotted: median)", xlabel="steps in the window", ylabel="log10 norm")
+    left.legend(fontsize=7)
+    rows = results["guarantee"]
+    right.plot([row["log mu"] for row in rows], [row["smallest real part"] for row in rows], color=COLOURS[0])
+    right.axvline(GUARANTEED_LOG_MU, color=COLOURS[1], linestyle="--", label="−ln 8")
+    right.axhline(0, color="#999999", linewidth=0.8)
+    right.set(title="smallest real part inside the bounds", xlabel="log μ", ylabel="real part")
+    right.legend()
+    return fig

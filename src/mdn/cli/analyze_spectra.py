@@ -1,0 +1,45 @@
+"""`mdn analyze spectra`: where the eigenvalues of a step lie, for gate regions and for a trained model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mdn.analysis.arguments import add_model_arguments, records_of
+from mdn.analysis.output import add_output_arguments, markdown_table, write_results
+
+HELP = "eigenvalues of one step: the paper's regions, and a trained model's own gates on a text"
+EXAMPLE = "mdn analyze spectra --model runs/demo/model --text README.md --plot spectra.png"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--points", type=int, default=4000, help="gates drawn per region (4000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    add_model_arguments(parser)
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.points < 1:
+        raise ValueError(f"--points must be at least 1, got {args.points}")
+    from mdn.analysis.spectra import draw, spectra
+
+    results, panels = spectra(args.points, args.seed, records_of(args))
+    rows = {**results["regions"], **{f"layer {entry['layer']}": entry for entry in results["layers"]}}
+    quadrants = ["positive real", "negative real", *(f"{n} quadrant" for n in ("1st", "2nd", "3rd", "4th"))]
+    table = [[name, *(f"{entry[quadrant]:.1%}" for quadrant in quadrants)] for name, entry in rows.items()]
+    print(markdown_table(["gates", *quadrants], table))
+    check = results["closed form against numpy.linalg.eigvals"]
+    print(
+        f"\nclosed form against numpy.linalg.eigvals of the full transition: largest distance "
+        f"{check['largest distance']:.1e} over {check['samples']} random steps"
+    )
+    write_results(args.json, "spectra", results)
+    _plot(args.plot, draw, panels, args.seed)
+
+
+def _plot(path: Path | None, draw, panels, seed: int) -> None:
+    if path is not None:
+        from mdn.plots import save_figure
+
+        save_figure(draw(panels, seed), path)
