@@ -5,6 +5,7 @@
 """
 
 from mdn.layers.attention import Attention
+from mdn.layers.channel_mixing import ChannelMixing
 from mdn.layers.comba import Comba
 from mdn.layers.deltanet import DeltaNet
 from mdn.layers.gated_deltanet import GatedDeltaNet
@@ -38,6 +39,7 @@ MIXERS: dict[str, type[Mixer]] = {
 __all__ = [
     "MIXERS",
     "Attention",
+    "ChannelMixing",
     "Comba",
     "DeltaNet",
     "GateSettings",

@@ -38,6 +38,13 @@ def token_mix(exponent: float) -> Callable[[Tensor, Any, Any], Tensor]:
     return initialiser
 
 
+def channel_mix(parameter: Tensor, module: Any, config: Any) -> Tensor:
+    """1 - (channel / channels)^(share of the layers still to come, to the fourth)."""
+    channels = parameter.numel()
+    to_come = 1 - module.layer_idx / module.num_hidden_layers
+    return 1 - (torch.arange(channels) / channels) ** (to_come**4)
+
+
 def key_scale(parameter: Tensor, module: Any, config: Any) -> Tensor:
     return 0.71 - 0.1 * centred(parameter.numel())
 

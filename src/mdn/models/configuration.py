@@ -33,6 +33,12 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
     intermediate_size: int | None = None
     """MLP width, if it should be exactly this"""
     hidden_act: str = "swish"
+    mlp: str = "swiglu"
+    """"swiglu", or "rwkv7": RWKV-7's channel mixing, in blocks with a recurrent mixer"""
+    norm: str = "rmsnorm"
+    """the norms between blocks: "rmsnorm", or "layernorm" (RWKV-7)"""
+    norm_embeddings: bool = False
+    """one more norm after the embedding, in the first block (RWKV-7)"""
     use_mlp: bool = True
     """False: blocks without an MLP (Mamba2 and the MQAR models)"""
     norm_eps: float = 1e-6
@@ -106,6 +112,10 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
             raise ValueError(f"mixer must be one of {sorted(MIXERS)}, got {self.mixer!r}")
         if self.hidden_act not in ("swish", "silu"):
             raise ValueError(f"hidden_act must be 'swish' (or 'silu', the same), got {self.hidden_act!r}")
+        if self.mlp not in ("swiglu", "rwkv7"):
+            raise ValueError(f"mlp must be 'swiglu' or 'rwkv7', got {self.mlp!r}")
+        if self.norm not in ("rmsnorm", "layernorm"):
+            raise ValueError(f"norm must be 'rmsnorm' or 'layernorm', got {self.norm!r}")
         if self.use_l2warp:
             raise ValueError("use_l2warp=True is not supported; set it to false")
         if self.fuse_linear_cross_entropy and self.loss_chunk_size is None:

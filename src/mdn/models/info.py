@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from mdn.layers import Mixer, RMSNorm
+from mdn.layers import ChannelMixing, Mixer, RMSNorm
 from mdn.models.configuration import MomentumDeltaNetConfig
 from mdn.models.modeling import GatedMLP, MomentumDeltaNetForCausalLM
 from mdn.models.sources import check_model_source, shipped_configs
@@ -89,10 +89,10 @@ def _parameters_by_part(model: MomentumDeltaNetForCausalLM) -> dict[str, int]:
     for module in model.modules():
         if isinstance(module, Mixer):
             count("attention" if module.cache_type == "full_attention" else "mixers", module)
-        elif isinstance(module, GatedMLP):
+        elif isinstance(module, GatedMLP | ChannelMixing):
             count("MLPs", module)
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, RMSNorm | nn.LayerNorm):
             count("norms", module)
     return {part: number for part, number in parts.items() if number}
 

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from mdn.layers import MIXERS, Mixer, RMSNorm, TokenLayout
+from mdn.layers import MIXERS, ChannelMixing, Mixer, RMSNorm, TokenLayout
 from mdn.layers.initialisers import initialise
 from mdn.models import cache as _registers_the_cache_layer  # noqa: F401
 from mdn.models.configuration import MomentumDeltaNetConfig
@@ -40,22 +40,37 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def make_norm(config: MomentumDeltaNetConfig) -> nn.Module:
+    kind = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    return kind(config.hidden_size, config.norm_eps)
+
+
 class MomentumDeltaNetBlock(GradientCheckpointingLayer):
     """``attn`` is the mixer, whichever it is: the name that the checkpoints use."""
 
     def __init__(self, config: MomentumDeltaNetConfig, layer_idx: int):
         super().__init__()
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if config.norm_embeddings and layer_idx == 0:
+            self.pre_norm = make_norm(config)
+        self.attn_norm = make_norm(config)
         self.attn: Mixer = MIXERS[config.mixer_name(layer_idx)].from_config(config, layer_idx)
         self.use_mlp = config.use_mlp
         if config.use_mlp:
-            self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-            self.mlp = GatedMLP(config.hidden_size, config.mlp_size)
+            self.mlp_norm = make_norm(config)
+            self.mixes_tokens = config.mlp == "rwkv7" and self.attn.cache_type == "recurrent_state"
+            self.mlp: nn.Module = (
+                ChannelMixing(config.hidden_size, config.mlp_size, layer_idx, config.num_hidden_layers)
+                if self.mixes_tokens
+                else GatedMLP(config.hidden_size, config.mlp_size)
+            )
 
     def forward(self, hidden_states: Tensor, layout: TokenLayout, past_key_values: Cache | None = None) -> Tensor:
+        if hasattr(self, "pre_norm"):
+            hidden_states = self.pre_norm(hidden_states)
         hidden_states = hidden_states + self.attn(self.attn_norm(hidden_states), layout, past_key_values)
         if self.use_mlp:
-            hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
+            context = (layout, past_key_values) if self.mixes_tokens else ()
+            hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states), *context)
         return hidden_states
 
 
@@ -90,7 +105,7 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(MomentumDeltaNetBlock(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = make_norm(config)
         self.has_attention = any(config.mixer_name(i) == "attention" for i in range(config.num_hidden_layers))
         self.gradient_checkpointing = False
         self.post_init()
