@@ -1,0 +1,157 @@
+"""`mdn eval`: the paper's evaluations, or any task of lm-evaluation-harness, for one or several models."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+HELP = "the paper's evaluations through lm-evaluation-harness, one or several models side by side"
+EXAMPLE = "mdn eval runs/demo/model --suite perplexity --data my_files --limit 100 --batch-size 8"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="model directories (with tokenizer) or Hub ids")
+    parser.add_argument(
+        "--suite", help="one or more of perplexity, commonsense, retrieval, longbench, needle, mqar (with commas)"
+    )
+    parser.add_argument("--tasks", help="any task names of lm-evaluation-harness, with commas")
+    parser.add_argument("--data", type=Path, action="append", metavar="DIR", help="local files, no Hub (repeatable)")
+    parser.add_argument("--skip-missing", action="store_true", help="leave out tasks whose data is not at hand")
+    parser.add_argument("--limit", type=int, help="only the first N examples of every task")
+    parser.add_argument("--batch-size", type=int, default=8, help="changes no score (8)")
+    parser.add_argument("--max-length", type=int, help="tokens of input and output (default: the suite's)")
+    parser.add_argument("--lengths", help="haystack lengths for needle, with commas (1024,...,16384)")
+    parser.add_argument("--haystack", help="for needle: a text file, or stdlib; default: RULER's essays from the Hub")
+    parser.add_argument("--recipe", default="quick", help="for mqar: the recipe whose test segments are used (quick)")
+    parser.add_argument("--seed", type=int, default=0, help="of the harness (0)")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ...; auto takes a GPU if there is one")
+    parser.add_argument("--out", type=Path, default=Path("runs/eval"), help="result files; what is there is kept")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the table and all results to this file")
+    parser.add_argument("--markdown", metavar="FILE", type=Path, help="write the table as Markdown")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="for needle: the heat-map (OUT/needle.png)")
+
+
+def run(args: argparse.Namespace) -> None:
+    _check(args)
+    if args.data:
+        # Must be set before the libraries are imported: with local data nothing may ask the network.
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    from mdn.evaluation.suites import SUITE_NAMES, SUITES, Work, needle_suite
+
+    names = args.suite.split(",") if args.suite else []
+    unknown = [name for name in names if name not in SUITE_NAMES]
+    if unknown:
+        raise ValueError(f"--suite {','.join(unknown)} is unknown; expected some of {', '.join(SUITE_NAMES)}")
+    lengths = {} if args.lengths is None else {"lengths": tuple(map(int, args.lengths.split(",")))}
+    suites = [needle_suite(**lengths) if name == "needle" else SUITES[name] for name in names if name != "mqar"]
+    tasks = [Work(task, args.max_length) for task in (args.tasks.split(",") if args.tasks else [])]
+    results, skipped = _harness_results(args, suites, tasks)
+    if "mqar" in names:
+        suites.append(_mqar(args, results))
+    _report(args, suites, tasks, results, skipped)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not args.suite and not args.tasks:
+        raise ValueError("give --suite or --tasks")
+    for name in ("limit", "batch_size", "max_length"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for folder in args.data or ():
+        if not folder.is_dir():
+            raise ValueError(f"--data {folder} is not a directory")
+
+
+def _labels(models: list[str]) -> list[str]:
+    """Short names of models: the last part of the path that is not `model`, or the whole if that is not unique."""
+    short = [(Path(m).parent if Path(m).name == "model" else Path(m)).name or m for m in models]
+    return short if len(set(short)) == len(short) else models
+
+
+def _harness_results(args: argparse.Namespace, suites: list, tasks: list) -> tuple[dict[str, Any], list[str]]:
+    results: dict[str, Any] = {label: {} for label in _labels(args.models)}
+    if not suites and not tasks:
+        return results, []
+    import dataclasses
+
+    from mdn.cli.generate import load
+    from mdn.evaluation.harness import Settings, Subject
+    from mdn.evaluation.run import run_works, works_of
+
+    haystack = _haystack(args.haystack)
+    fingerprint = None if haystack is None else hashlib.sha256(haystack.encode()).hexdigest()
+    data = tuple(args.data or ())
+    settings = Settings(args.out, data, args.limit, args.batch_size, args.seed, fingerprint)
+    works = [*works_of(suites), *tasks]
+    if args.max_length is not None:
+        suites[:] = [_with_length(suite, args.max_length) for suite in suites]
+        works = [dataclasses.replace(work, max_length=args.max_length) for work in works]
+    skipped: list[str] = []
+    for label, source in zip(results, args.models):
+        # One model in memory at a time.
+        model, tokenizer = load(source, args.dtype, args.device)
+        subject = Subject(label, source, model, tokenizer)
+        outcome = run_works(
+            list(dict.fromkeys(works)), [subject], settings, skip_missing=args.skip_missing, haystack=haystack
+        )
+        results |= outcome.results
+        skipped = outcome.skipped
+    return results, skipped
+
+
+def _with_length(suite: Any, length: int) -> Any:
+    import dataclasses
+
+    def changed(column: Any) -> Any:
+        return dataclasses.replace(column, work=dataclasses.replace(column.work, max_length=length))
+
+    return dataclasses.replace(suite, columns=tuple(map(changed, suite.columns)))
+
+
+def _haystack(choice: str | None) -> str | None:
+    if choice is None:
+        return None
+    if choice == "stdlib":
+        from mdn.evaluation.needle.text import documentation_text
+
+        return documentation_text()
+    if not Path(choice).is_file():
+        raise ValueError(f"--haystack must be a text file or stdlib, got {choice!r}")
+    return Path(choice).read_text(encoding="utf-8")
+
+
+def _mqar(args: argparse.Namespace, results: dict[str, Any]) -> Any:
+    from mdn.evaluation.mqar.recipe import load_mqar_recipe
+    from mdn.evaluation.mqar.suite import load_mqar_model, mqar_results, mqar_suite
+
+    recipe = load_mqar_recipe(args.recipe)
+    for label, source in zip(results, args.models):
+        results[label] |= mqar_results(load_mqar_model(source), recipe)
+    return mqar_suite(recipe)
+
+
+def _report(args: argparse.Namespace, suites: list, tasks: list, results: dict[str, Any], skipped: list[str]) -> None:
+    from mdn.evaluation.provenance import provenance
+    from mdn.evaluation.tables import as_json, as_markdown, as_text, columns_of_tasks, make_table
+
+    shown = [*suites, *([columns_of_tasks(tasks, results)] if tasks else [])]
+    table = make_table(shown, results)
+    table.notes.extend(f"skipped {line}" for line in skipped)
+    print(as_text(table), end="")
+    if args.markdown:
+        args.markdown.write_text(as_markdown(table))
+    if args.json:
+        found = {label: {work.name: result for work, result in rows.items()} for label, rows in results.items()}
+        content = {"table": as_json(table), "results": found, "provenance": provenance(args.seed)}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
+    needle = next((suite for suite in suites if suite.name == "needle"), None)
+    if needle is not None:
+        from mdn.evaluation.needle.plot import draw_suite
+
+        print(f"heat-map: {draw_suite(needle, results, args.plot or args.out / 'needle.png')[0]}")

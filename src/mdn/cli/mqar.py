@@ -1,0 +1,50 @@
+"""`mdn mqar`: train and test a grid of small models on multi-query associative recall."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+HELP = "multi-query associative recall: a grid of mixers, learning rates and seeds, with a table and a figure"
+EXAMPLE = "mdn mqar recipes/mqar/quick.yaml --processes 2 seeds=[0,1,2]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a recipe file, or the name of a packaged one: quick, rewrite, paper")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
+    parser.add_argument("--out", type=Path, help="where results go; finished cells there are kept (runs/<name>)")
+    parser.add_argument("--processes", type=int, help="cells at the same time, one thread each (one per core)")
+    parser.add_argument("--list", action="store_true", help="only say which cells there are and which are finished")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures of the table to this file")
+
+
+def run(args: argparse.Namespace) -> None:
+    from mdn.evaluation.mqar.grid import finished, run_grid
+    from mdn.evaluation.mqar.recipe import load_mqar_recipe
+    from mdn.evaluation.provenance import provenance
+
+    processes = (os.cpu_count() or 1) if args.processes is None else args.processes
+    if processes < 1:
+        raise ValueError(f"--processes must be at least 1, got {processes}")
+    recipe = load_mqar_recipe(args.recipe, args.overrides)
+    out = args.out or Path("runs") / recipe.name
+    if args.list:
+        done = finished(recipe, out)
+        for cell in recipe.cells():
+            print(f"{'done ' if cell.name in done else 'to do'} {cell.name}")
+        return
+    results = run_grid(recipe, out, processes)
+    from mdn.evaluation.mqar.report import as_json, choose, draw, table
+
+    chosen = choose(results)
+    text = table(recipe, chosen)
+    (out / "table.md").write_text(text)
+    content = {**as_json(recipe, chosen), "provenance": provenance(seed=None)}
+    for path in {out / "results.json", *([args.json] if args.json else [])}:
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    figures = draw(recipe, chosen, out / "accuracy.png")
+    print(
+        text + f"\naccuracy in %, mean ± standard deviation over seeds; columns are length:pairs; figure: {figures[0]}"
+    )

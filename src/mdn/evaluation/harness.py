@@ -1,0 +1,206 @@
+"""Run tasks through lm-evaluation-harness, one result file per model and task, going on from what is done.
+
+    OUT/<model>-<hash>/<task>-<settings>.json       finished
+    OUT/<model>-<hash>/<task>-<settings>.partial*   answers so far; removed when the task is finished
+
+The settings in the name are a hash of everything that decides the numbers (limit, lengths, data, seed, harness), so
+other settings never overwrite a result. The batch size is not among them: it does not change a score.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from mdn.evaluation.local_data import TASKS_FOLDER, LocalFile, MissingData, find_local_file, write_local_task
+from mdn.evaluation.provenance import model_hash, provenance
+from mdn.evaluation.suites import Work
+from mdn.training.files import write_atomically
+from mdn.training.recipe import nearest
+
+
+@dataclass
+class Subject:
+    """A model to evaluate. ``source`` is where its tokenizer can be loaded from (RULER measures lengths with it)."""
+
+    label: str
+    source: str
+    model: Any
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        self.hash = model_hash(self.model, self.tokenizer)
+
+    def facts(self) -> dict[str, Any]:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return {"label": self.label, "source": self.source, "sha256": self.hash, "parameters": parameters}
+
+
+@dataclass(frozen=True)
+class Settings:
+    out: Path
+    data: tuple[Path, ...] = ()
+    limit: int | None = None
+    batch_size: int = 8
+    seed: int = 0
+    haystack: str | None = None
+    """fingerprint of the text that replaces RULER's essays, if one does"""
+
+
+class TaskSource:
+    """Loads tasks: from local files if folders are given, else from the Hub; our own definitions beside the built-in."""
+
+    def __init__(self, data: tuple[Path, ...] = ()) -> None:
+        self.data = data
+        self.manager = TaskManager(include_path=str(TASKS_FOLDER))
+
+    def check_name(self, task: str) -> None:
+        if task not in self.manager.task_index:
+            raise ValueError(f"unknown task {task!r}{nearest(task, self.manager.all_tasks)}")
+
+    def local_file(self, work: Work) -> LocalFile | None:
+        """The file a task will read; None where it reads none (the Hub, or a generator)."""
+        return find_local_file(work.task, self.data) if self.data and work.needle_length is None else None
+
+    def load(self, work: Work, tokenizer: str) -> Any:
+        """The harness's Task; raises MissingData if its data cannot be had."""
+        self.check_name(work.task)
+        file = self.local_file(work)
+        try:
+            if file is None:
+                return self._one(self._manager_for(work, tokenizer), work.task)
+            with tempfile.TemporaryDirectory() as folder:
+                installed = self.manager.task_index[work.task].yaml_path
+                write_local_task(work.task, installed, file, Path(folder))
+                return self._one(TaskManager(include_path=folder, include_defaults=False), work.task)
+        except (OSError, LookupError, ImportError, ValueError) as error:
+            raise MissingData(f"{work.task}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+
+    def _manager_for(self, work: Work, tokenizer: str) -> TaskManager:
+        if work.needle_length is None:
+            return self.manager
+        metadata: Any = {"tokenizer": tokenizer, "max_seq_lengths": [work.needle_length]}
+        folder = self.manager.task_index[work.task].yaml_path
+        assert folder is not None
+        return TaskManager(include_path=str(folder.parent), include_defaults=False, metadata=metadata)
+
+    @staticmethod
+    def _one(manager: TaskManager, task: str) -> Any:
+        found = manager.load([task])["tasks"]
+        if len(found) != 1:
+            raise ValueError(f"{task!r} is a group of {len(found)} tasks; name them one by one")
+        return next(iter(found.values()))
+
+
+def result_path(subject: Subject, work: Work, settings: Settings, file: LocalFile | None) -> Path:
+    decides = {
+        "max_length": work.max_length,
+        "needle_length": work.needle_length,
+        "limit": settings.limit,
+        "seed": settings.seed,
+        "data": None if file is None else file.fingerprint(),
+        "haystack": settings.haystack if work.needle_length is not None else None,
+        "lm_eval": version("lm_eval"),
+    }
+    key = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+    label = subject.label.strip("/").replace("/", "_")
+    return settings.out / f"{label}-{subject.hash[:8]}" / f"{work.name}-{key}.json"
+
+
+def evaluate(subject: Subject, work: Work, task: Any, settings: Settings, path: Path) -> dict[str, Any]:
+    """The result of one task: read if it is there, else computed, and then there."""
+    if path.is_file():
+        return json.loads(path.read_text())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+    partial = path.with_suffix(".partial")
+    found = lm_eval.simple_evaluate(
+        model=_harness_model(subject, work, settings),
+        tasks=[task],
+        limit=settings.limit,
+        use_cache=str(partial),
+        log_samples=False,
+        bootstrap_iters=1000,
+        random_seed=settings.seed,
+        numpy_random_seed=settings.seed,
+        torch_random_seed=settings.seed,
+        fewshot_random_seed=settings.seed,
+    )
+    assert found is not None
+    result = {
+        "task": work.task,
+        "max_length": work.max_length,
+        "needle_length": work.needle_length,
+        "model": subject.facts(),
+        "metrics": _metrics(found["results"][work.task]),
+        "examples": found["n-samples"][work.task]["effective"],
+        "limit": settings.limit,
+        "batch_size": settings.batch_size,
+        "data": found["configs"][work.task].get("dataset_kwargs") or found["configs"][work.task].get("dataset_path"),
+        "task_version": found["versions"].get(work.task),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "provenance": provenance(settings.seed),
+    }
+    write_atomically(path, (json.dumps(result, indent=1, default=str) + "\n").encode())
+    for leftover in path.parent.glob(f"{partial.name}*"):
+        leftover.unlink()
+    return result
+
+
+def _harness_model(subject: Subject, work: Work, settings: Settings) -> HFLM:
+    return HFLM(
+        pretrained=subject.model,
+        tokenizer=subject.tokenizer,
+        batch_size=settings.batch_size,
+        max_length=work.max_length,
+    )
+
+
+def _metrics(found: dict[str, Any]) -> dict[str, float]:
+    """ "<metric>,<filter>" without the filter; of several filters the first. Errors of the mean are "<metric>_stderr"."""
+    metrics: dict[str, float] = {}
+    for key, value in found.items():
+        name, separator, _ = key.partition(",")
+        if separator and isinstance(value, int | float):
+            metrics.setdefault(name, float(value))
+    return metrics
+
+
+@contextmanager
+def replaced_haystack(text: str | None) -> Iterator[None]:
+    """RULER's tasks on another text than the essays on the Hub; sentences are then cut after ., ! and ?."""
+    if text is None:
+        yield
+        return
+    import nltk
+
+    download, nltk.download = nltk.download, lambda *args, **kwargs: True
+    try:
+        from lm_eval.tasks.ruler import prepare_niah
+    finally:
+        nltk.download = download
+    original, tokenize = prepare_niah.get_haystack, prepare_niah.cached_sent_tokenize
+    words = text.split()
+
+    def haystack(type_haystack: str) -> Any:
+        return words if type_haystack == "essay" else original(type_haystack)
+
+    from mdn.evaluation.needle.text import sentences
+
+    prepare_niah.get_haystack, prepare_niah.cached_sent_tokenize = haystack, sentences
+    try:
+        yield
+    finally:
+        prepare_niah.get_haystack, prepare_niah.cached_sent_tokenize = original, tokenize

@@ -1,0 +1,70 @@
+"""`mdn eval`, without the command line: suites and tasks for several models, with missing data named before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mdn.evaluation.harness import Settings, Subject, TaskSource, evaluate, replaced_haystack, result_path
+from mdn.evaluation.local_data import MissingData
+from mdn.evaluation.suites import Suite, Work
+from mdn.evaluation.tables import Results
+from mdn.training.progress import progress
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``results`` by model label; ``skipped`` says which tasks were left out, and why."""
+
+    results: dict[str, Results]
+    skipped: list[str]
+
+
+def works_of(suites: Iterable[Suite]) -> list[Work]:
+    """What the columns need, each once, in order."""
+    return list(dict.fromkeys(column.work for suite in suites for column in suite.columns))
+
+
+def run_works(
+    works: list[Work],
+    subjects: list[Subject],
+    settings: Settings,
+    *,
+    skip_missing: bool = False,
+    haystack: str | None = None,
+    say: Callable[[str], None] = print,
+) -> Outcome:
+    """Every work for every model. Without ``skip_missing`` missing data is an error before the first evaluation."""
+    source = TaskSource(settings.data)
+    for work in works:
+        source.check_name(work.task)
+    with replaced_haystack(haystack):
+        tasks, skipped = _load_all(works, source, subjects[0].source, skip_missing)
+        for line in skipped:
+            say(f"skipped: {line}")
+        results: dict[str, Results] = {subject.label: {} for subject in subjects}
+        todo = [(subject, work) for subject in subjects for work in works if work in tasks]
+        for subject, work in progress(todo, desc="tasks", unit="task"):
+            # Haystacks are measured with each model's own tokenizer.
+            task = source.load(work, subject.source) if work.needle_length is not None else tasks[work]
+            path = result_path(subject, work, settings, source.local_file(work))
+            results[subject.label][work] = evaluate(subject, work, task, settings, path)
+    return Outcome(results, skipped)
+
+
+def _load_all(
+    works: list[Work], source: TaskSource, tokenizer: str, skip_missing: bool
+) -> tuple[dict[Work, Any], list[str]]:
+    tasks: dict[Work, Any] = {}
+    missing: list[str] = []
+    for work in works:
+        try:
+            tasks[work] = source.load(work, tokenizer)
+        except MissingData as error:
+            missing.append(str(error))
+    if missing and not skip_missing:
+        raise MissingData(f"data not at hand (--skip-missing leaves these tasks out): {'; '.join(missing)}")
+    if not tasks:
+        raise MissingData(f"no task is left to run: {'; '.join(missing)}")
+    return tasks, missing
