@@ -201,6 +201,7 @@ class MomentumDeltaNet(ProjectedMixer):
             (state.held_recurrent(0), state.held_recurrent(1)),
             use_p_times_alpha=self.use_p_times_alpha,
             backend=self.backend,
+            check_gates=False,
         )
 
     def _corrected(self, q: Tensor, k: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 BACKENDS = ("auto", "torch", "cpu", "triton", "fla")
-MOMENTUM_BACKENDS = ("torch", "cpu", "triton")
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 _MODULES = {
     "torch": "mdn.ops.momentum_delta_rule.torch_backend",
@@ -43,7 +43,7 @@ def why_not(backend: str, tensor: Tensor) -> str | None:
     if backend == "cpu":
         if tensor.device.type != "cpu":
             return f"the native kernel runs on CPU tensors, this one is on {tensor.device}"
-        if tensor.dtype not in (torch.float32, torch.bfloat16):
+        if tensor.dtype not in NATIVE_DTYPES:
             return f"the native kernel takes float32 and bfloat16, this tensor is {tensor.dtype}"
         return backend_module("cpu").why_unavailable()
     if backend == "triton":
@@ -57,10 +57,10 @@ def why_not(backend: str, tensor: Tensor) -> str | None:
 
 def automatic_choice(tensor: Tensor) -> tuple[str, str]:
     """What `auto` takes for this tensor, and why."""
-    if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
+    if tensor.device.type == "cpu" and tensor.dtype in NATIVE_DTYPES:
         reason = why_not("cpu", tensor)
         if reason is None:
-            return "cpu", "float32 CPU tensor and the native kernel is built"
+            return "cpu", f"{tensor.dtype} CPU tensor and the native kernel is built"
         return "torch", f"the native kernel is not there: {reason}"
     if tensor.device.type == "cuda":
         reason = why_not("triton", tensor)

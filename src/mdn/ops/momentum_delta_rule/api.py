@@ -180,7 +180,7 @@ def fused_recurrent_momentum_delta_rule(
         )
     beta, eta = _fill(beta, v), _fill(eta, v)
     _, scale = _check(q, k, v, p, log_alpha, log_mu, beta, eta, scale, initial_state, None)
-    if check_gates and q.device.type == "cpu":
+    if check_gates:
         validation.check_gate_values(log_alpha, log_mu, beta, eta)
     chosen = backends.resolve(backend, q)
     state = _own_state(initial_state, q, v)
@@ -208,32 +208,29 @@ def momentum_delta_step(
     use_qk_l2norm_in_kernel: bool = True,
     use_p_times_alpha: bool = True,
     backend: str = "auto",
+    check_gates: bool = True,
 ) -> Tensor:
     """One token for every row, the state updated in place.
 
     Args:
         q, k, p: ``[B, H, K]``; v: ``[B, HV, V]``; gates: ``[B, HV]``.
         state: ``[2, slots, HV, K, V]`` (S, then M), or the pair (S, M); float32, or float64 for float64 inputs.
-        state_indices: int64 ``[B]``, the slot of each row; None means row b uses slot b. Slots must be distinct.
+        state_indices: int64 or int32 ``[B]``, the slot of each row; None means row b uses slot b. Slots must be
+            distinct.
+        check_gates: raise for gates out of range and for bad slots (CPU tensors only: it reads values).
 
     Returns:
         ``o [B, HV, V]``.
     """
     beta, eta = _fill(beta, v), _fill(eta, v)
     validation.check_tensors(_named(q, k, v, p, log_alpha, log_mu, beta, eta), rank=3)
-    fast_weight, momentum = state[0], state[1]
-    expected = (v.shape[0] if state_indices is None else fast_weight.shape[0], v.shape[1], q.shape[2], v.shape[2])
-    for name, x in (("S", fast_weight), ("M", momentum)):
-        if tuple(x.shape) != expected:
-            raise ValueError(
-                f"state must have shape [2, slots, HV, K, V]: {name} is {list(x.shape)}, not {list(expected)}"
-            )
-        if x.dtype != compute_dtype(q):
-            raise ValueError(f"state must be {compute_dtype(q)} to be updated in place, got {x.dtype}")
-    if state_indices is not None and tuple(state_indices.shape) != (v.shape[0],):
-        raise ValueError(f"state_indices must have shape [{v.shape[0]}], got {list(state_indices.shape)}")
+    fast_weight, momentum = validation.check_step_state(state, state_indices, q, v)
+    if state_indices is not None:
+        state_indices = validation.check_state_indices(state_indices, fast_weight, v.shape[0], read=check_gates)
+    if check_gates:
+        validation.check_gate_values(log_alpha, log_mu, beta, eta)
     inputs = (q, k, v, p, log_alpha, log_mu, beta, eta)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = validation.check_scale(scale, q)
     chosen = backends.resolve(backend, q)
     flags = (scale, use_qk_l2norm_in_kernel, use_p_times_alpha, chosen)
     return dispatch.momentum_delta_step(*inputs, fast_weight, momentum, state_indices, *flags)
@@ -248,12 +245,12 @@ def _loop(
     q, k, v, p, log_alpha, log_mu, beta, eta = tensors
     beta, eta = _fill(beta, v), _fill(eta, v)
     cu_seqlens, scale = _check(q, k, v, p, log_alpha, log_mu, beta, eta, scale, initial_state, cu_seqlens)
-    if q.device.type == "cpu":
-        validation.check_gate_values(log_alpha, log_mu, beta, eta)
+    validation.check_gate_values(log_alpha, log_mu, beta, eta)
     boundaries = None if cu_seqlens is None else SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1])
     options = RuleOptions(scale, 1, l2norm, p_times_alpha)
     inputs = (q, k, v, p, log_alpha, log_mu, beta, eta)
-    o, state = recurrent_form(*inputs, initial_state, boundaries, options, block_size)
+    with torch.autocast(q.device.type, enabled=False):
+        o, state = recurrent_form(*inputs, initial_state, boundaries, options, block_size)
     return o, state if output_final_state else None
 
 
@@ -268,7 +265,7 @@ def _check(q, k, v, p, log_alpha, log_mu, beta, eta, scale, initial_state, cu_se
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     expected = (2, sequences, v.shape[2], q.shape[3], v.shape[3])
     validation.check_state("initial_state", initial_state, expected, q)
-    return cu_seqlens, q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return cu_seqlens, validation.check_scale(scale, q)
 
 
 def _fill(gate: Tensor | None, v: Tensor) -> Tensor:

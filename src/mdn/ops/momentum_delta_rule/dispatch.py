@@ -41,13 +41,13 @@ def momentum_delta_rule(
     check_gates: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if check_gates and q.device.type == "cpu":
+    if check_gates:
         check_gate_values(log_alpha, log_mu, beta, eta)
     options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha)
     boundaries = _boundaries(cu_seqlens, q.shape[1])
-    return backend_module(backend).forward(
-        q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, boundaries, options, save_residual
-    )
+    inputs = (q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
+    with torch.autocast(q.device.type, enabled=False):  # the products inside choose their own precision
+        return backend_module(backend).forward(*inputs, boundaries, options, save_residual)
 
 
 @momentum_delta_rule.register_fake
@@ -85,7 +85,8 @@ def momentum_delta_rule_backward(
     options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha)
     boundaries = _boundaries(cu_seqlens, q.shape[1])
     inputs = (q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
-    grads = backend_module(backend).backward(grad_o, grad_final_state, *inputs, residual, boundaries, options)
+    with torch.autocast(q.device.type, enabled=False):
+        grads = backend_module(backend).backward(grad_o, grad_final_state, *inputs, residual, boundaries, options)
     return [q.new_empty(0) if grad is None else grad for grad in grads]
 
 
@@ -144,7 +145,8 @@ def momentum_delta_step(
 ) -> Tensor:
     options = RuleOptions(scale, 1, l2norm, p_times_alpha)
     inputs = (q, k, v, p, log_alpha, log_mu, beta, eta)
-    return backend_module(backend).step_(*inputs, fast_weight, momentum, state_indices, options)
+    with torch.autocast(q.device.type, enabled=False):
+        return backend_module(backend).step_(*inputs, fast_weight, momentum, state_indices, options)
 
 
 @momentum_delta_step.register_fake

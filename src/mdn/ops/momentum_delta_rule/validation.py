@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.momentum_delta_rule.options import compute_dtype
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -87,8 +89,57 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size must be an integer from 1 to 256, got {chunk_size!r}")
 
 
+def check_scale(scale: float | None, q: Tensor) -> float:
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+    return float(scale)
+
+
+def check_step_state(
+    state: Tensor | tuple[Tensor, Tensor], state_indices: Tensor | None, q: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """S and M of a decode step, each [slots, HV, K, V], that can be updated in place."""
+    if not isinstance(state, Tensor | tuple | list) or len(state) != 2:
+        raise ValueError(f"state must be a tensor [2, slots, HV, K, V] or the pair (S, M), got {type(state).__name__}")
+    S, M = state[0], state[1]
+    for name, x in (("S", S), ("M", M)):
+        slots = v.shape[0] if state_indices is None else S.shape[0]
+        expected = [slots, v.shape[1], q.shape[2], v.shape[2]]
+        if list(x.shape) != expected:
+            raise ValueError(f"state must have shape [2, slots, HV, K, V]: {name} is {list(x.shape)}, not {expected}")
+        if x.dtype != compute_dtype(q):
+            raise ValueError(f"state must be {compute_dtype(q)} to be updated in place, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"state must be on the device of q, {q.device}, got {x.device}")
+    return S, M
+
+
+def check_state_indices(state_indices: Tensor, S: Tensor, batch: int, read: bool) -> Tensor:
+    """The slots as int64; their values are read only for CPU tensors."""
+    if not isinstance(state_indices, Tensor) or state_indices.dtype not in (torch.int32, torch.int64):
+        given = state_indices.dtype if isinstance(state_indices, Tensor) else type(state_indices).__name__
+        raise ValueError(f"state_indices must be an int64 or int32 tensor, got {given}")
+    if tuple(state_indices.shape) != (batch,):
+        raise ValueError(f"state_indices must have shape [{batch}], got {list(state_indices.shape)}")
+    if state_indices.device != S.device:
+        raise ValueError(f"state_indices must be on the device of the state, {S.device}, got {state_indices.device}")
+    if read and S.device.type == "cpu" and not torch.compiler.is_compiling():
+        slots = state_indices.tolist()
+        outside = [slot for slot in slots if not 0 <= slot < S.shape[0]]
+        if outside:
+            raise ValueError(f"state_indices must lie in 0..{S.shape[0] - 1}, got {outside[0]}")
+        if len(set(slots)) < len(slots):
+            raise ValueError("state_indices must be distinct: two rows cannot update the same slot")
+    return state_indices.long()
+
+
 def check_gate_values(log_alpha: Tensor, log_mu: Tensor, beta: Tensor, eta: Tensor) -> None:
-    """Logs must be <= 0 (-inf is a hard zero), beta and eta >= 0, nothing NaN. Reads values: for CPU tensors only."""
+    """Logs must be <= 0 (-inf is a hard zero), beta and eta >= 0, nothing NaN. Reads values, so not for GPUs and not
+    while compiling."""
+    if log_alpha.device.type != "cpu" or torch.compiler.is_compiling():
+        return
     for name, gate in (("log_alpha", log_alpha), ("log_mu", log_mu)):
         if not bool((gate <= 0).all()):  # false for NaN too
             raise ValueError(f"{name} must be <= 0 (the log of a gate in [0, 1]), got {_worst(gate, largest=True)}")
