@@ -1,0 +1,111 @@
+"""Which backend runs, what it says about it, and how little importing the ops costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mdn.ops import backends, chunk_momentum_delta_rule, cpu, explain_backend, fused_recurrent_momentum_delta_rule
+from momentum_cases import assert_within_bars, make_inputs, recurrence, relative_error, torch_chunk
+
+
+def forced(backend: str, form=chunk_momentum_delta_rule) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller reads the message
+        form(**make_inputs(T=4), backend=backend)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("form", [chunk_momentum_delta_rule, fused_recurrent_momentum_delta_rule])
+def test_an_unknown_backend_is_refused_with_the_list_of_known_ones(form) -> None:
+    assert forced("cuda", form) == "backend must be one of auto, torch, cpu, triton, fla, got 'cuda'"
+    with pytest.raises(ValueError, match="backend must be one of auto, torch, cpu, triton, fla, got 'gpu'"):
+        explain_backend(torch.ones(1), "gpu")
+
+
+@pytest.mark.parametrize("form", [chunk_momentum_delta_rule, fused_recurrent_momentum_delta_rule])
+def test_triton_by_name_raises_with_the_reason_on_a_cpu_tensor(form, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert forced("triton", form).startswith("backend='triton' cannot be used here: the tensors are on cpu")
+
+
+def test_triton_by_name_raises_when_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    assert "Triton is not installed (pip install 'momentum-deltanet[triton]')" in forced("triton")
+
+
+def test_fla_serves_the_first_order_rules_only() -> None:
+    assert "FLA's kernels serve the first-order rules, not the momentum delta rule" in forced("fla")
+
+
+def test_the_native_kernel_by_name_refuses_what_it_cannot_compute() -> None:
+    with pytest.raises(ValueError, match=r"backend='cpu' cannot be used here: .*float64"):
+        chunk_momentum_delta_rule(**make_inputs(T=4, dtype=torch.float64), backend="cpu")
+
+
+def test_a_missing_native_kernel_makes_auto_choose_torch_and_a_request_by_name_fail(monkeypatch) -> None:
+    monkeypatch.setattr(cpu, "why_unavailable", lambda: "no compiler when it was installed")
+    x = torch.ones(1)
+    assert explain_backend(x) == "auto -> torch: the native kernel is not there: no compiler when it was installed"
+    assert forced("cpu") == "backend='cpu' cannot be used here: no compiler when it was installed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_explain_says_in_one_line_what_auto_really_runs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mdn.ops.momentum_delta_rule import dispatch
+
+    inputs = make_inputs(T=4, dtype=dtype)
+    line = explain_backend(inputs["q"])
+    assert "\n" not in line
+    asked: list[str] = []
+    monkeypatch.setattr(dispatch, "backend_module", lambda name: asked.append(name) or backends.backend_module(name))
+    chunk_momentum_delta_rule(**inputs)
+    assert line.startswith(f"auto -> {asked[0]}: ")
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_explain_does_not_deny_a_backend_that_works(backend: str) -> None:
+    """What auto leaves out it may not call impossible."""
+    x = torch.ones(1, dtype=torch.bfloat16)
+    if backends.why_not(backend, x) is None:
+        assert explain_backend(x, backend) == f"{backend}: usable"
+        assert "only" not in explain_backend(x)
+
+
+def test_explain_gives_the_reason_against_a_backend() -> None:
+    assert explain_backend(torch.ones(1), "triton").startswith("triton: not usable, ")
+    assert explain_backend(torch.ones(1), "torch") == "torch: usable"
+
+
+@pytest.mark.parametrize("T", [1, 65, 200])
+def test_the_automatic_backend_agrees_with_the_torch_one_and_the_recurrence(T: int) -> None:
+    inputs = make_inputs(T=T, HV=4, with_p=True)
+    found = chunk_momentum_delta_rule(**inputs, output_final_state=True)
+    wanted = recurrence(**{name: x.double() for name, x in inputs.items()})
+    assert_within_bars({name: relative_error(x, y) for name, x, y in zip(("o", "final_state"), found, wanted)})
+    assert_within_bars({name: relative_error(x, y) for name, x, y in zip("os", torch_chunk(inputs), wanted)})
+
+
+LIGHT = """
+import sys, time
+import torch
+start = time.perf_counter()
+import {module}
+print(time.perf_counter() - start)
+heavy = ("transformers", "triton", "matplotlib", "fla", "datasets", "accelerate")
+print(*(name for name in heavy if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize("module", ["mdn", "mdn.ops"])
+def test_importing_the_ops_is_light(module: str) -> None:
+    """No transformers, Triton or matplotlib, and under 2 seconds beyond torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT.format(module=module)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    seconds, heavy = done.stdout.splitlines()
+    assert heavy == ""
+    assert float(seconds) < 2

@@ -1,0 +1,68 @@
+"""The one object that says where sequences begin and end: three ways to make it, the facts it gives, pad and unpad."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mdn.ops import SequenceBoundaries
+
+
+def test_cumulative_lengths_give_every_fact_about_a_pack() -> None:
+    boundaries = SequenceBoundaries.from_cu_seqlens(torch.tensor([0, 3, 3, 4, 9], dtype=torch.int32))
+    assert boundaries.offsets == (0, 3, 3, 4, 9)
+    assert boundaries.lengths == (3, 0, 1, 5)
+    assert (boundaries.num_sequences, boundaries.total, boundaries.max_length) == (4, 9, 5)
+    assert boundaries.cu_seqlens.dtype == torch.int64
+    assert boundaries.sequence_ids.tolist() == [0, 0, 0, 2, 3, 3, 3, 3, 3]
+    assert boundaries.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4]
+
+
+def test_chunks_are_counted_in_each_sequence_and_only_once() -> None:
+    boundaries = SequenceBoundaries.from_lengths([3, 0, 1, 5])
+    table = boundaries.chunk_indices(2)
+    assert table.tolist() == [[0, 0], [0, 1], [2, 0], [3, 0], [3, 1], [3, 2]]
+    assert boundaries.chunk_indices(2) is table
+    assert boundaries.chunk_indices(64).tolist() == [[0, 0], [2, 0], [3, 0]]
+
+
+def test_the_same_tensor_gives_the_same_object_until_it_is_written_to() -> None:
+    tensor = torch.tensor([0, 2, 5])
+    first = SequenceBoundaries.from_cu_seqlens(tensor)
+    assert SequenceBoundaries.from_cu_seqlens(tensor) is first
+    assert SequenceBoundaries.from_cu_seqlens(first) is first
+    tensor[1] = 4
+    assert SequenceBoundaries.from_cu_seqlens(tensor).offsets == (0, 4, 5)
+
+
+def test_a_mask_may_have_its_ones_anywhere() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]])
+    boundaries = SequenceBoundaries.from_attention_mask(mask)
+    assert boundaries.lengths == (2, 3, 0, 3)
+    x = torch.arange(16.0).reshape(4, 4, 1)
+    packed = boundaries.unpad(x)
+    assert packed.flatten().tolist() == [2, 3, 4, 5, 6, 12, 14, 15]
+    assert torch.equal(boundaries.pad(packed), x * mask.unsqueeze(-1))
+
+
+def test_padding_and_unpadding_pass_gradients() -> None:
+    boundaries = SequenceBoundaries.from_attention_mask(torch.tensor([[1, 1, 0], [0, 1, 1]]))
+    x = torch.randn(2, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: boundaries.pad(boundaries.unpad(x).square()), x)
+
+
+def test_positions_that_restart_begin_a_new_sequence() -> None:
+    for positions in (torch.tensor([[0, 1, 2, 0, 0, 1]]), torch.tensor([0, 1, 2, 0, 0, 1])):
+        assert SequenceBoundaries.from_position_ids(positions).offsets == (0, 3, 4, 6)
+    assert SequenceBoundaries.from_position_ids(torch.tensor([[5, 6, 7]])).offsets == (0, 3)
+
+
+def test_bad_masks_positions_and_layouts_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \[B, T\], got \[3\]"):
+        SequenceBoundaries.from_attention_mask(torch.ones(3))
+    with pytest.raises(ValueError, match=r"position_ids of a pack must have shape \[1, T\], got \[2, 3\]"):
+        SequenceBoundaries.from_position_ids(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="unpad and pad need boundaries that were made from an attention mask"):
+        SequenceBoundaries.from_lengths([2]).unpad(torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"x must begin with \[1, 2\] as the attention mask does, got \[2, 2\]"):
+        SequenceBoundaries.from_attention_mask(torch.ones(1, 2)).unpad(torch.ones(2, 2))
