@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from mdn.analysis.products import running_growth, window_growth
 from mdn.analysis.recording import record_layer, record_model
 from mdn.analysis.spectrum import (

@@ -1,4 +1,4 @@
-"""`mdn analyze spectra`: the eigenvalue regions of the paper's spectral figure, and a trained model's own eigenvalues."""
+"""`mdn analyze spectra`: the regions of the paper's spectral figure, and a trained model's own eigenvalues."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def spectral_radius(gates: GateSample) -> np.ndarray:
 
 
 def check_closed_form(samples: int = 200, key_dim: int = 6, seed: int = 0) -> float:
-    """Largest distance between the closed form and ``numpy.linalg.eigvals`` of the full transition, over random steps."""
+    """Largest distance of the closed form from ``numpy.linalg.eigvals`` of the full transition, over random steps."""
     rng = np.random.default_rng(seed)
     worst = 0.0
     for _ in range(samples):

@@ -1,0 +1,166 @@
+"""`mdn ablate`: the paper's ablation rows at a small scale, one result file per row, seed and arithmetic.
+
+A cell trains a byte-level language model on the Python standard library and notes whether and at which step the loss
+or a gradient stopped being finite. Afterwards the growth of products of the trained model's steps on held-out text says
+whether its state really grows. Finished cells are read, not repeated; a half-trained one goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mdn.analysis.ablation_rows import ROWS, SMALL
+from mdn.analysis.output import plain
+from mdn.analysis.paper_arithmetic import paper_arithmetic
+from mdn.analysis.products import running_growth, shares_over
+from mdn.analysis.recording import record_model
+from mdn.training.data import prepare_data
+from mdn.training.files import write_atomically
+from mdn.training.metrics import read_metrics
+from mdn.training.non_finite import NonFiniteError
+from mdn.training.recipe import validate
+from mdn.training.run import train
+from mdn.training.schema import Recipe
+
+GROWTH_TOKENS = 2048
+EXACT, PAPER = "exact", "paper"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is trained; part of what makes a finished cell valid."""
+
+    steps: int = 200
+    paper_steps: int = 60
+    """with the paper's arithmetic, which is slow; its failures come early"""
+    batch_tokens: int = 2048
+    sequence_length: int = 256
+    learning_rate: float = 5e-3
+    held_out_bytes: int = 100_000
+
+
+@dataclass(frozen=True)
+class Cell:
+    row: str
+    seed: int
+    arithmetic: str
+
+    def directory(self, out: Path) -> Path:
+        words = re.sub(r"[^a-z0-9.]+", "-", self.row.lower()).strip("-")
+        return out / f"{words}-{self.arithmetic}-seed{self.seed}"
+
+
+def cells(rows: list[str], seeds: int, paper_seeds: int) -> list[Cell]:
+    """All cells, seed by seed, so that a stopped grid has whole seeds. The paper's form: component rows only."""
+    grid = []
+    for seed in range(seeds):
+        grid += [Cell(row, seed, EXACT) for row in rows]
+        if seed < paper_seeds:
+            grid += [Cell(row, seed, PAPER) for row in rows if ROWS[row].group == "components"]
+    return grid
+
+
+def recipe_of(cell: Cell, scale: Scale, run_dir: Path) -> Recipe:
+    exact = cell.arithmetic == EXACT
+    steps = scale.steps if exact else min(scale.steps, scale.paper_steps)
+    return validate(
+        {
+            "name": run_dir.name,
+            "output": str(run_dir),
+            "seed": cell.seed,
+            "model": SMALL | ROWS[cell.row].model,
+            # Documents follow one another without a reset: the paper's form has no packs, and all rows see the same.
+            "data": {"source": "stdlib", "held_out_bytes": scale.held_out_bytes, "reset_at_documents": False},
+            "tokenizer": {"kind": "bytes"},
+            "training": {
+                "batch_tokens": scale.batch_tokens,
+                "micro_batch_tokens": scale.batch_tokens,
+                "sequence_length": scale.sequence_length,
+                "steps": steps,
+                "learning_rate": scale.learning_rate,
+                "warmup_steps": max(scale.steps // 10, 1),
+            },
+            "logging": {
+                "gates_every": max(scale.steps // 10, 1) if exact else 0,  # the probe needs states
+                "save_every": 100,
+                "keep_checkpoints": 1,
+                "tensorboard": False,
+            },
+        },
+        f"ablation {cell.row}",
+    )
+
+
+def run_cell(cell: Cell, scale: Scale, out: Path) -> dict[str, Any]:
+    """Train (or go on, or only read) one cell; its result is also in ``result.json`` of its directory."""
+    run_dir = cell.directory(out)
+    path = run_dir / "result.json"
+    settings = plain(vars(scale))
+    if path.is_file():
+        result = json.loads(path.read_text())
+        if result["scale"] == settings:
+            return result
+        raise ValueError(f"{run_dir} holds a cell of another scale, {result['scale']}; give another --out")
+    recipe = recipe_of(cell, scale, run_dir)
+    started = time.monotonic()
+    result = {"row": cell.row, "seed": cell.seed, "arithmetic": cell.arithmetic, "scale": settings, "diverged": None}
+    context = paper_arithmetic() if cell.arithmetic == PAPER else nullcontext()
+    try:
+        with context:
+            outcome = train(recipe)
+        if outcome.summary is None:
+            raise KeyboardInterrupt
+        result |= {"held_out": outcome.summary["held_out"], "parameters": outcome.summary["parameters"]}
+    except NonFiniteError as error:
+        result |= {"diverged": _step_of(str(error)), "message": str(error)}
+    result["seconds"] = time.monotonic() - started
+    result |= _dynamics(cell, recipe, run_dir)
+    write_atomically(path, (json.dumps(plain(result), indent=1) + "\n").encode())
+    return plain(result)
+
+
+def _step_of(message: str) -> int:
+    found = re.search(r"step (\d+)", message)
+    if found is None:
+        raise ValueError(f"no step in {message!r}")
+    return int(found[1])
+
+
+def _dynamics(cell: Cell, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    """States during training, and products of steps of the trained model (of the first weights if it diverged)."""
+    lines = [entry for line in read_metrics(run_dir / "metrics.jsonl") for entry in line.get("gates", [])]
+    largest = max((entry.get("state_rms", 0.0) for entry in lines), default=None)
+    if cell.arithmetic == PAPER:
+        return {}
+    model = _trained_or_fresh(recipe, run_dir)
+    data = prepare_data(recipe)
+    ids, _ = data.held_out.read(0, min(len(data.held_out), GROWTH_TOKENS))
+    growth = []
+    for record in record_model(model, torch.from_numpy(ids).unsqueeze(0)):
+        growth.append({"layer": record.layer, **shares_over(running_growth(record.gates, record.keys))})
+    return {
+        "largest state rms in training": largest,
+        "growth tokens": len(ids),
+        "growth": growth,
+        "largest log10 growth": max(entry["largest log10 norm"] for entry in growth),
+    }
+
+
+def _trained_or_fresh(recipe: Recipe, run_dir: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    import mdn.models  # noqa: F401  (registers the architecture)
+    from mdn.training.build import build_model, model_config
+
+    if (run_dir / "model" / "config.json").is_file():
+        return AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype="float32").eval()
+    cache = prepare_data(recipe).cache
+    return build_model(recipe, model_config(recipe, cache.vocab_size, cache.end_id)).eval()

@@ -1,0 +1,56 @@
+"""`mdn ablate`: the paper's ablation rows at a scale of two cores, resumable."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mdn.analysis.output import add_output_arguments, write_results
+
+HELP = "the paper's ablations at a small scale: loss, divergence, and whether it is arithmetic or dynamics"
+EXAMPLE = "mdn ablate --rows components --seeds 2 --out runs/ablate --plot ablations.png"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", default="all", help="all, groups or row names, separated by commas (all)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... per row (3)")
+    parser.add_argument(
+        "--paper-seeds", type=int, default=1, help="of them, how many also with the paper's log-domain arithmetic (1)"
+    )
+    parser.add_argument("--steps", type=int, default=200, help="optimiser steps per run (200)")
+    parser.add_argument("--paper-steps", type=int, default=60, help="steps with the paper's arithmetic (60)")
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a step (2048)")
+    parser.add_argument("--out", type=Path, default=Path("runs/ablate"), help="where the runs are (runs/ablate)")
+    parser.add_argument("--only-read", action="store_true", help="train nothing: the table of what is there")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    from mdn.analysis.ablation import Scale, cells, run_cell
+    from mdn.analysis.ablation_rows import choose_rows
+    from mdn.analysis.ablation_table import draw, summarise, table
+
+    if args.seeds < 1 or args.paper_seeds < 0:
+        raise ValueError(
+            f"--seeds must be at least 1 and --paper-seeds at least 0, got {args.seeds}, {args.paper_seeds}"
+        )
+    scale = Scale(steps=args.steps, paper_steps=args.paper_steps, batch_tokens=args.batch_tokens)
+    grid = cells(choose_rows(args.rows), args.seeds, args.paper_seeds)
+    results = []
+    for number, cell in enumerate(grid, start=1):
+        done = (cell.directory(args.out) / "result.json").is_file()
+        if args.only_read and not done:
+            continue
+        if not done:
+            print(f"[{number}/{len(grid)}] {cell.row}, seed {cell.seed}, {cell.arithmetic} arithmetic", flush=True)
+        results.append(run_cell(cell, scale, args.out))
+    if not results:
+        raise ValueError(f"--out {args.out} holds no finished cell of these rows")
+    rows = summarise(results)
+    print(table(rows))
+    print(f"\n{len(results)} of {len(grid)} cells, {sum(r['seconds'] for r in results) / 60:.1f} minutes of training")
+    write_results(args.json, "ablations", {"scale": vars(scale), "cells": len(results), "of": len(grid), "rows": rows})
+    if args.plot is not None:
+        from mdn.plots import save_figure
+
+        save_figure(draw(rows), args.plot)
