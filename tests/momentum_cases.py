@@ -93,8 +93,8 @@ def only_tokens(inputs: Inputs, start: int, end: int, sequence: int | None = Non
 
 
 def torch_chunk(inputs: Inputs, **options) -> tuple[Tensor, Tensor]:
-    """The op under test, always with its final state."""
-    return chunk_momentum_delta_rule(**inputs, output_final_state=True, backend="torch", **options)
+    """The op under test, with its final state, and with the torch backend unless told otherwise."""
+    return chunk_momentum_delta_rule(**inputs, output_final_state=True, **({"backend": "torch"} | options))
 
 
 # ---------------------------------------------------------------------------------------------- independent definition

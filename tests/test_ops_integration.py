@@ -28,10 +28,12 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_compiles_into_one_graph_with_gradients(packed: bool) -> None:
+def test_compiles_into_one_graph_with_gradients(packed: bool, backend: str) -> None:
     inputs = make_inputs(B=1, T=40, N=3 if packed else 1, with_p=packed)
     options = {"cu_seqlens": torch.tensor([0, 1, 30, 40])} if packed else {}
+    options["backend"] = backend
     compiled = torch.compile(squared, fullgraph=True, backend="aot_eager")
     found = run_with_gradients(lambda x: compiled(x, **options), leaves(inputs))
     wanted = run_with_gradients(lambda x: squared(x, **options), leaves(inputs))
@@ -66,12 +68,13 @@ def test_the_definition_and_the_lean_form_compile_too() -> None:
         assert relative_error(found, form(**inputs)[0]) <= 2e-6
 
 
-def test_the_step_compiles_and_updates_its_state() -> None:
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_the_step_compiles_and_updates_its_state(backend: str) -> None:
     inputs = make_inputs(T=1)
     token = {name: x[:, 0] for name, x in inputs.items() if name != "initial_state"}
 
     def step(state: Tensor) -> Tensor:
-        return momentum_delta_step(**token, p=None, state=state, backend="torch") + 1
+        return momentum_delta_step(**token, p=None, state=state, backend=backend) + 1
 
     eager, compiled = inputs["initial_state"].clone(), inputs["initial_state"].clone()
     wanted = step(eager)
