@@ -47,7 +47,7 @@ def tiny_recipe(root: Path, name: str = "run", **overrides: Any) -> Recipe:
         "logging": {"gates_every": 4, "save_every": 3, "tensorboard": False},
     }
     for block, entries in overrides.items():
-        content[block] = {**content[block], **entries} if isinstance(entries, dict) else entries
+        content[block] = {**content.get(block, {}), **entries} if isinstance(entries, dict) else entries
     if not (root / "corpus").exists():
         write_corpus(root / "corpus")
     return validate(content, name)

@@ -48,7 +48,7 @@ def _schedule(training: TrainingSettings) -> dict[str, Any]:
 def _sharding(recipe: Recipe, ranks: int) -> dict[str, Any]:
     """FSDP2 (fsdp), or FSDP2 inside groups of `shard_size` ranks and plain copies across groups (hsdp)."""
     if recipe.distributed.strategy == "ddp":
-        return {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False} if ranks > 1 else {}
+        return {"ddp_find_unused_parameters": False} if ranks > 1 else {}
     arguments: dict[str, Any] = {
         "fsdp": True,
         "fsdp_config": {

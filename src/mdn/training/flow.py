@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from mdn.training.distributed import assert_parameters_are_sharded
 from mdn.training.gate_statistics import measure
 from mdn.training.metrics import MetricsLog
 from mdn.training.progress import ProgressBar, TensorBoard
@@ -32,6 +33,7 @@ class RunFlow(TrainerCallback):
         self.stopped = False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        assert_parameters_are_sharded(self.trainer)
         settings = self.recipe.training
         if self.writes:
             self.metrics.resume_at(state.global_step)

@@ -50,7 +50,7 @@ def launch_line(recipe_name: str, overrides: list[str], nodes: int, devices: int
 
 
 def _saved_activations(model: MomentumDeltaNetForCausalLM, tokens: int, checkpointing: bool, half: bool) -> int:
-    """Bytes that the backward pass of one micro-batch keeps, counted by running the forward pass on the meta device."""
+    """Bytes kept for the backward pass of one micro-batch, counted by running the model on the meta device."""
     storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
 
@@ -66,8 +66,10 @@ def _saved_activations(model: MomentumDeltaNetForCausalLM, tokens: int, checkpoi
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     watched = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with watched, torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
-        model(input_ids=ids, labels=ids, use_cache=False)
-    return sum(size for _, size in storages.values())
+        model.model(input_ids=ids, use_cache=False)
+    # The head: logits, log-softmax and its gradient in float32, of all tokens or of one piece of the chunked loss.
+    rows = min(model.config.loss_chunk_size or tokens, tokens)
+    return sum(size for _, size in storages.values()) + 3 * 4 * rows * model.config.vocab_size
 
 
 def make_plan(recipe: Recipe, recipe_name: str, overrides: list[str], nodes: int, devices: int) -> Plan:

@@ -34,7 +34,8 @@ _KEYS_THAT_KEEP_THE_NAME = (
 def packaged_recipes() -> list[str]:
     """Names of the recipes in the package, as `mdn train NAME` takes them."""
     names = (path.relative_to(PACKAGED).with_suffix("").as_posix() for path in PACKAGED.rglob("*.yaml"))
-    return sorted(name for name in names if not name.startswith("mqar/"))  # those belong to `mdn mqar`
+    # mqar/ belongs to `mdn mqar`; a leading underscore marks what other recipes extend
+    return sorted(name for name in names if not name.startswith("mqar/") and not Path(name).name.startswith("_"))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -70,6 +71,27 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The file's content over that of the recipe it `extends` (a name, or a path from the file's own folder)."""
+    if path in seen:
+        raise ValueError(f"recipe {path} extends itself: {' -> '.join(str(p) for p in (*seen, path))}")
+    content = read_yaml(path)
+    if "extends" not in content:
+        return content
+    name = str(content.pop("extends"))
+    beside = path.parent / name
+    return merge(read_recipe(beside if beside.is_file() else find_recipe(name), (*seen, path)), content)
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`: blocks entry by entry, everything else replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 3e-4 as text; people who write recipes mean the number."""
 
@@ -101,7 +123,7 @@ def apply_override(content: dict[str, Any], override: str) -> None:
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and validate a recipe. A run with overrides gets its own directory, unless `output` is given."""
     path = find_recipe(name)
-    content = read_yaml(path)
+    content = read_recipe(path)
     for override in overrides:
         apply_override(content, override)
     recipe = validate(content, str(path))

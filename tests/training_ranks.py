@@ -1,0 +1,94 @@
+"""Trains the tiny recipe on several forked processes that talk through gloo; see test_training_distributed.py.
+
+    python training_ranks.py ROOT NAME:STRATEGY:RANKS[:plain] ...
+
+Every rank of every job writes ROOT/NAME-RANKS-<rank>.json. With `plain`, accelerate is left as it is and does not shard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+from mdn.training import run
+from training_support import tiny_recipe
+
+
+def pretend_gpus() -> None:
+    """accelerate shards only on accelerators. For this test its CPU processes say they are GPU processes."""
+    original = PartialState.__init__
+
+    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = patched
+
+
+def job_recipe(root: Path, name: str, strategy: str) -> Any:
+    sharding = {"ddp": {}, "fsdp": {"strategy": "fsdp"}, "hsdp": {"strategy": "hsdp", "shard_size": 2}}[strategy]
+    return tiny_recipe(root, name, distributed=sharding)
+
+
+def child(root: Path, name: str, strategy: str, ranks: int, plain: bool, rank: int, port: int) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), **place})
+    torch.set_num_threads(1)
+    run.plot_loss = run.plot_gates = lambda *_: None
+    if strategy != "ddp" and not plain:
+        pretend_gpus()
+    report: dict[str, Any] = {}
+    remember_groups(report)
+    try:
+        report["step"] = run.train(job_recipe(root, name, strategy)).step
+    except ValueError as error:
+        report["error"] = str(error)
+    (root / f"{name}-{ranks}-{rank}.json").write_text(json.dumps(report))
+    os._exit(0)
+
+
+def remember_groups(report: dict[str, Any]) -> None:
+    """Note how many numbers each group of the optimiser holds on this rank, and whether they are sharded."""
+    original = run.RecipeTrainer._prepare_for_training
+
+    def prepare(self: Any, *arguments: Any) -> Any:
+        prepared = original(self, *arguments)
+        groups = self.optimizer.param_groups
+        report["decay"] = [[group["weight_decay"], sum(p.numel() for p in group["params"])] for group in groups]
+        report["kinds"] = sorted({type(p).__name__ for p in self.model.parameters()})
+        return prepared
+
+    run.RecipeTrainer._prepare_for_training = prepare
+
+
+def main(root: Path, jobs: list[str]) -> None:
+    tiny_recipe(root)  # writes the corpus
+    for job in jobs:
+        name, strategy, ranks, *plain = job.split(":")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(int(ranks)):
+            process = os.fork()
+            if process == 0:
+                try:
+                    child(root, name, strategy, int(ranks), bool(plain), rank, port)
+                finally:
+                    os._exit(1)
+            children.append(process)
+        for process in children:
+            os.waitpid(process, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
