@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from types import ModuleType
 
 import torch
@@ -38,18 +37,21 @@ def check_backend_name(backend: str) -> None:
 
 def why_not(backend: str, tensor: Tensor) -> str | None:
     """The reason why ``backend`` cannot run the momentum delta rule on this tensor, or None if it can."""
-    if backend == "torch" or tensor.device.type == "meta":
+    return _why_not(backend, str(tensor.device), tensor.dtype)
+
+
+@torch.compiler.assume_constant_result  # facts about this machine: a compiler need not trace the search for libraries
+def _why_not(backend: str, device: str, dtype: torch.dtype) -> str | None:
+    if backend == "torch" or device == "meta":
         return None
     if backend == "cpu":
-        if tensor.device.type != "cpu":
-            return f"the native kernel runs on CPU tensors, this one is on {tensor.device}"
-        if tensor.dtype not in NATIVE_DTYPES:
-            return f"the native kernel takes float32 and bfloat16, this tensor is {tensor.dtype}"
+        if device != "cpu":
+            return f"the native kernel runs on CPU tensors, this one is on {device}"
+        if dtype not in NATIVE_DTYPES:
+            return f"the native kernel takes float32 and bfloat16, this tensor is {dtype}"
         return backend_module("cpu").why_unavailable()
     if backend == "triton":
-        if importlib.util.find_spec("triton") is None:
-            return "Triton is not installed (pip install 'momentum-deltanet[triton]')"
-        return backend_module("triton").why_unavailable(tensor.device)
+        return backend_module("triton").why_unavailable(device)
     if backend == "fla":
         return "FLA's kernels serve the first-order rules, not the momentum delta rule"
     raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -70,15 +72,27 @@ def automatic_choice(tensor: Tensor) -> tuple[str, str]:
     return "torch", f"{tensor.dtype} on {tensor.device.type}: the torch form is the only one made for it"
 
 
-def resolve(backend: str, tensor: Tensor) -> str:
+def resolve(backend: str, q: Tensor, v: Tensor) -> str:
     """The backend to run. Raises with the reason when one was asked for by name and cannot run."""
     check_backend_name(backend)
     if backend == "auto":
-        return automatic_choice(tensor)[0]
-    reason = why_not(backend, tensor)
+        chosen = automatic_choice(q)[0]
+        return "torch" if chosen == "triton" and _unsupported_by_triton(q, v) else chosen
+    reason = why_not(backend, q) or (_unsupported_by_triton(q, v) if backend == "triton" else None)
     if reason is not None:
         raise ValueError(f"backend={backend!r} cannot be used here: {reason}")
     return backend
+
+
+def _unsupported_by_triton(q: Tensor, v: Tensor) -> str | None:
+    from mdn.ops.triton.availability import why_unsupported
+
+    return why_unsupported(q, v, chunk_size=64)
+
+
+def chunk_size_for(backend: str, limit: int) -> int:
+    """The Triton kernels are compiled for three chunk sizes: the largest that does not exceed the limit."""
+    return limit if backend != "triton" else max(size for size in (16, 32, 64) if size <= max(limit, 16))
 
 
 def explain_backend(tensor: Tensor, backend: str = "auto") -> str:

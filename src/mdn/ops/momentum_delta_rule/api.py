@@ -65,12 +65,12 @@ def chunk_momentum_delta_rule(
     cu_seqlens, scale = _check(q, k, v, p, log_alpha, log_mu, beta, eta, scale, initial_state, cu_seqlens)
     inputs = (q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
     save_residual = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    chosen = backends.resolve(backend, q)
+    chosen = backends.resolve(backend, q, v)
     o, final_state, _ = dispatch.momentum_delta_rule(
         *inputs,
         cu_seqlens,
         scale,
-        chunk_size,
+        backends.chunk_size_for(chosen, chunk_size),
         use_qk_l2norm_in_kernel,
         use_p_times_alpha,
         save_residual,
@@ -182,7 +182,7 @@ def fused_recurrent_momentum_delta_rule(
     _, scale = _check(q, k, v, p, log_alpha, log_mu, beta, eta, scale, initial_state, None)
     if check_gates:
         validation.check_gate_values(log_alpha, log_mu, beta, eta)
-    chosen = backends.resolve(backend, q)
+    chosen = backends.resolve(backend, q, v)
     state = _own_state(initial_state, q, v)
     outputs = []
     for t in range(q.shape[1]):
@@ -231,7 +231,7 @@ def momentum_delta_step(
         validation.check_gate_values(log_alpha, log_mu, beta, eta)
     inputs = (q, k, v, p, log_alpha, log_mu, beta, eta)
     scale = validation.check_scale(scale, q)
-    chosen = backends.resolve(backend, q)
+    chosen = backends.resolve(backend, q, v)
     flags = (scale, use_qk_l2norm_in_kernel, use_p_times_alpha, chosen)
     return dispatch.momentum_delta_step(*inputs, fast_weight, momentum, state_indices, *flags)
 
