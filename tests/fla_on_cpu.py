@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import fla.layers as layers
     import fla.layers.mamba2
-    from fla.modules import FusedRMSNormGated, RMSNorm, ShortConvolution
+    from fla.modules import FusedRMSNormGated, GatedMLP, RMSNorm, ShortConvolution
     from fla.modules.token_shift import token_shift_ref
     from fla.ops.comba.naive import naive_chunk_comba
     from fla.ops.delta_rule.naive import delta_rule_recurrence
@@ -67,13 +67,20 @@ def rwkv7(r, w, k, v, a, b, **_):
     return o.transpose(1, 2), state
 
 
+def token_shift(x, cu_seqlens, **_):
+    return token_shift_ref(x, cu_seqlens), None
+
+
 def convolution(self, x, **_):
     y = F.conv1d(F.pad(x.mT, (self.kernel_size[0] - 1, 0)), self.weight, self.bias, groups=x.shape[-1]).mT
     return F.silu(y), None
 
 
-def rms_norm(self, x, *_):
-    return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+def rms_norm(self, x, residual=None, prenorm=False, *_):
+    """With a residual: the norm of the sum and, if `prenorm`, the sum itself."""
+    x = x if residual is None else x + residual
+    y = F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+    return (y, x) if prenorm else y
 
 
 def gated_rms_norm(self, x, gate, *_):
@@ -82,6 +89,10 @@ def gated_rms_norm(self, x, gate, *_):
 
 def norm_of_gated(self, x, gate):
     return F.rms_norm(x * F.silu(gate), x.shape[-1:], self.weight, self.eps)
+
+
+def gated_mlp(self, x, **_):
+    return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 @pytest.fixture
@@ -98,12 +109,14 @@ def fla_on_cpu(monkeypatch: pytest.MonkeyPatch):
         "rwkv7.fused_addcmul_rwkv7": torch_addcmul_rwkv7,
         "rwkv7.fused_k_rwkv7": k_update_ref,
         "rwkv7.gate_output_correction": gate_output_correction_ref,
-        "rwkv7.token_shift": lambda x, cu_seqlens, **_: (token_shift_ref(x, cu_seqlens), None),
+        "rwkv7.token_shift": token_shift,
     }
     for place, function in rules.items():
         monkeypatch.setattr(f"fla.layers.{place}", function)
+    monkeypatch.setattr("fla.models.rwkv7.modeling_rwkv7.token_shift", token_shift)
     monkeypatch.setitem(fla.layers.mamba2.ACT2FN, "silu", F.silu)
     monkeypatch.setattr(layers.GatedDeltaNet, "_use_fused_qkv_conv", lambda self, **_: False)
+    monkeypatch.setattr(GatedMLP, "forward", gated_mlp)
     for module, forward in (
         (ShortConvolution, convolution),
         (RMSNorm, rms_norm),
