@@ -5,8 +5,9 @@ import io
 
 import pytest
 import torch
-from small_models import MODELS, relative_error, small_model, tokens
 from transformers import DynamicCache
+
+from small_models import MODELS, relative_error, small_model, tokens
 
 TOLERANCE = 1e-5
 LENGTHS = [1, 3, 63, 64, 65, 1000]
@@ -206,7 +207,7 @@ def test_cropping_is_refused_and_says_what_to_do():
     model(tokens(1, 5), past_key_values=cache, use_cache=True)
     cache.crop(0)
     assert not cache.is_croppable
-    with pytest.raises(ValueError, match="copy.deepcopy"):
+    with pytest.raises(ValueError, match=r"copy\.deepcopy"):
         cache.crop(-2)
 
 

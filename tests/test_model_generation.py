@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from small_models import MODELS, VOCABULARY, small_model, tokens
 from transformers import DynamicCache
+
+from small_models import MODELS, VOCABULARY, small_model, tokens
 
 
 def greedy_by_hand(model, ids, count):

@@ -5,18 +5,18 @@ import math
 
 import pytest
 import torch
-from small_models import MODELS, small_config, small_model, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from mdn.layers.initialisers import INITIALISERS, initialiser_name
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM, MomentumDeltaNetModel
 from mdn.models.info import load_config, model_facts
 from mdn.models.sources import shipped_configs
+from small_models import MODELS, small_config, small_model, tokens
 
 # The authors' 400M file as they publish it, with every key it has.
 AUTHORS_400M = {
-    "attn_mode": "chunk", "bos_token_id": 1, "conv_size": 4, "eos_token_id": 2, "expand_v": 2, "fuse_cross_entropy": True,
-    "head_dim": 128, "hidden_act": "swish", "hidden_ratio": 4, "hidden_size": 1024, "initializer_range": 0.02,
+    "attn_mode": "chunk", "bos_token_id": 1, "conv_size": 4, "eos_token_id": 2, "expand_v": 2,
+    "fuse_cross_entropy": True, "head_dim": 128, "hidden_act": "swish", "hidden_ratio": 4, "hidden_size": 1024, "initializer_range": 0.02,
     "intermediate_size": None, "model_type": "momentum_deltanet", "norm_eps": 1e-06, "num_heads": 6,
     "num_hidden_layers": 21, "tie_word_embeddings": False, "use_cache": True, "use_gate": True,
     "use_output_correction": True, "use_p_times_alpha": True, "use_short_conv": True, "min_log_mu": -2.0,
@@ -208,10 +208,10 @@ def test_meta_then_nan_filled_then_init_leaves_no_nan_and_gives_the_same_model(n
 
 
 def test_a_parameter_without_an_initialiser_is_an_error_that_says_where_to_add_it():
+    model, surprise = small_model(), type("Surprise", (torch.nn.Module,), {})()
+    surprise.odd = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match=r"no initialiser for .*Surprise\.odd"):
-        surprise = type("Surprise", (torch.nn.Module,), {})()
-        surprise.odd = torch.nn.Parameter(torch.zeros(1))
-        small_model()._init_weights(surprise)
+        model._init_weights(surprise)
 
 
 def test_initial_values_follow_the_released_code():

