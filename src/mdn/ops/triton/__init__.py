@@ -21,8 +21,8 @@ def forward(*arguments, **keywords) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def backward(*arguments, **keywords) -> tuple[Tensor | None, ...]:
-    """(grad_o, grad_final_state, q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, residual, boundaries, options)
-    -> (dq, dk, dv, dp, dlog_alpha, dlog_mu, dbeta, deta, dinitial_state)"""
+    """(grad_o, grad_final_state, q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, residual, boundaries,
+    options) -> (dq, dk, dv, dp, dlog_alpha, dlog_mu, dbeta, deta, dinitial_state)"""
     from mdn.ops.triton import chunkwise
 
     return chunkwise.backward(*arguments, **keywords)

@@ -1,8 +1,8 @@
 """Kernel: gradients of log_alpha, log_mu and beta, one program per (chunk, value head).
 
-Reads d_gamma [tokens, HV, C], the gradient sums [5, tokens, HV] (of abar, b, the last rows of Gamma and of the mu mask, and
-of alpha inside p) and the state overlaps [chunks, HV, 4] that `backward_inputs` wrote, builds the decay masks again and
-goes back through Gamma = L_alpha diag(beta) L_mu, b = L_alpha (beta mbar) and the cumulative products.
+Reads d_gamma [tokens, HV, C], the gradient sums [5, tokens, HV] (of abar, b, the last rows of Gamma and of the mu mask,
+and of alpha inside p) and the state overlaps [chunks, HV, 4] that `backward_inputs` wrote, builds the decay masks again
+and goes back through Gamma = L_alpha diag(beta) L_mu, b = L_alpha (beta mbar) and the cumulative products.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """Host side of the chunkwise form: allocates buffers and launches two kernels forward, six backward.
 
-Shapes as in docs/architecture.md. All tensors are seen as [tokens, heads, width] with tokens = B * T; a sequence is a row
-of the batch or a member of a pack. Names of the buffers: docs/kernels.md.
+Shapes as in docs/architecture.md. All tensors are seen as [tokens, heads, width] with tokens = B * T; a sequence is a
+row of the batch or a member of a pack. Names of the buffers: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mdn.ops.triton.availability import why_unsupported
 from mdn.ops.triton.backward_gates import backward_gates_kernel
 from mdn.ops.triton.backward_inputs import backward_inputs_kernel
 from mdn.ops.triton.backward_scores import backward_scores_kernel
@@ -22,7 +23,7 @@ from mdn.ops.triton.forward_states import forward_states_kernel
 from mdn.ops.triton.launcher import launch
 from mdn.ops.triton.prepare import prepare_kernel
 from mdn.ops.triton.rebuild_states import rebuild_states_kernel
-from mdn.ops.triton.tiles import Tile, choose_tile, power_of_two
+from mdn.ops.triton.tiles import Tile, choose_tile, power_of_two, target_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Problem:
         return self.tokens * self.v.shape[2]
 
     def tile(self, kernel: str) -> Tile:
-        return choose_tile(kernel, self.q.shape[-1], self.v.shape[-1], self.q.element_size())
+        return choose_tile(kernel, self.q.shape[-1], self.v.shape[-1], self.q.element_size(), target_of(self.q.device))
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.q.device)
@@ -85,7 +86,7 @@ class Problem:
     def shared_arguments(self) -> dict[str, Any]:
         """Arguments that every kernel takes."""
         packed = self.boundaries is not None
-        coefficient_precision, _ = precisions(self.q.dtype)
+        coefficient_precision, _ = precisions(self.q)
         return {
             "cu_seqlens": self.boundaries.cu_seqlens if packed else None,
             "time": self.q.shape[1],
@@ -127,15 +128,15 @@ class Problem:
         return self.sequences * self.v.shape[2], triton.cdiv(self.v.shape[-1], tile.value_block)
 
 
-def precisions(dtype: torch.dtype, hip: bool | None = None) -> tuple[str, str]:
+def precisions(q: Tensor) -> tuple[str, str]:
     """How to take products of float32 operands: (coefficients and float32 inputs, the product with the inverse).
 
     The coefficient product and the triangular inverse always have float32 quality. The inverse is applied to values
     that came through 16-bit products, where one TF32 product is enough. ROCm has no tf32x3, but true float32 products.
     """
-    if torch.version.hip if hip is None else hip:
+    if target_of(q.device).startswith("gfx"):
         return "ieee", "ieee"
-    return "tf32x3", "tf32" if dtype in (torch.bfloat16, torch.float16) else "tf32x3"
+    return "tf32x3", "tf32" if q.element_size() == 2 else "tf32x3"
 
 
 def _prepare(problem: Problem, q, k, p, gates, gamma: Tensor | None) -> dict[str, Tensor]:
@@ -177,6 +178,9 @@ def forward(
     q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, boundaries, options, save_residual
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(o, final_state, residual): see docs/architecture.md."""
+    reason = why_unsupported(q, v, options.chunk_size)
+    if reason is not None:
+        raise ValueError(reason)
     q, k, v, p, initial_state = _contiguous(q, k, v, p, initial_state)
     gates = _gates(log_alpha, log_mu, beta, eta)
     problem = Problem(q, v, boundaries, options)
@@ -190,12 +194,18 @@ def forward(
         forward_states_kernel,
         problem.sequence_grid(tile),
         tile,
-        q=q, k=k, p=p, v=v, initial_state=initial_state,
+        q=q,
+        k=k,
+        p=p,
+        v=v,
+        initial_state=initial_state,
         **buffers,
-        o=o, residual=residual, final_state=final_state,
+        o=o,
+        residual=residual,
+        final_state=final_state,
         **problem.shared_arguments(),
         **problem.sequence_arguments(tile),
-        SOLVE_PRECISION=precisions(q.dtype)[1],
+        SOLVE_PRECISION=precisions(q)[1],
     )
     return o, final_state, residual
 
@@ -244,8 +254,12 @@ def _rebuild_states(problem: Problem, k, residual, buffers, initial_state) -> Te
         rebuild_states_kernel,
         problem.sequence_grid(tile),
         tile,
-        k=k, residual=residual, coefficients=buffers["coefficients"], decays=buffers["decays"],
-        initial_state=initial_state, states=states,
+        k=k,
+        residual=residual,
+        coefficients=buffers["coefficients"],
+        decays=buffers["decays"],
+        initial_state=initial_state,
+        states=states,
         **problem.shared_arguments(),
         **problem.sequence_arguments(tile),
     )
@@ -263,12 +277,18 @@ def _backward_states(
         backward_states_kernel,
         problem.sequence_grid(tile),
         tile,
-        grad_o=grad_o, q=q, k=k, p=p, grad_final_state=grad_final_state,
+        grad_o=grad_o,
+        q=q,
+        k=k,
+        p=p,
+        grad_final_state=grad_final_state,
         **buffers,
-        dv=dv, state_gradients=state_gradients, grad_initial_state=grad_initial_state,
+        dv=dv,
+        state_gradients=state_gradients,
+        grad_initial_state=grad_initial_state,
         **problem.shared_arguments(),
         **problem.sequence_arguments(tile),
-        SOLVE_PRECISION=precisions(q.dtype)[1],
+        SOLVE_PRECISION=precisions(q)[1],
     )
     return dv, state_gradients, grad_initial_state
 

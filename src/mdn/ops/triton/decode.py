@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mdn.ops.triton.availability import why_unsupported
 from mdn.ops.triton.blocks import L2NORM_EPS
 from mdn.ops.triton.launcher import launch
-from mdn.ops.triton.tiles import choose_tile, power_of_two
+from mdn.ops.triton.tiles import choose_tile, power_of_two, target_of
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def decode_kernel(
     rows = tl.arange(0, BK)
     inside = columns < V
     # A negative slot marks a padding row of a captured graph: its output is zero and no state is touched.
-    mask = (rows < K)[:, None] & inside[None, :] & (slot >= 0)
+    mask = (rows < K)[:, None] & (columns < tl.where(slot >= 0, V, 0))[None, :]
 
     s_pointers = S + slot * s_slot_stride + head * s_head_stride + rows[:, None] * s_row_stride + columns[None, :]
     m_pointers = M + slot * m_slot_stride + head * m_head_stride + rows[:, None] * m_row_stride + columns[None, :]
@@ -99,24 +100,35 @@ def decode_kernel(
 
 def step_(q, k, v, p, log_alpha, log_mu, beta, eta, S, M, state_indices, options) -> Tensor:
     """One token of every row; updates S and M in place and returns o [B, HV, V]."""
+    reason = why_unsupported(q, v, options.chunk_size)
+    if reason is not None:
+        raise ValueError(reason)
     for name, state in (("S", S), ("M", M)):
         if state.stride(-1) != 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {state.stride()}")
     batch, heads, key_dim = q.shape
     value_heads, value_dim = v.shape[1:]
     o = torch.empty(batch, value_heads, value_dim, dtype=v.dtype, device=v.device)
-    tile = choose_tile("decode", key_dim, value_dim, S.element_size())
+    tile = choose_tile("decode", key_dim, value_dim, S.element_size(), target_of(q.device))
     inputs = {"q": q, "k": k, "p": p, "v": v, "log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta}
     launch(
         decode_kernel,
         (batch * value_heads, triton.cdiv(value_dim, tile.value_block)),
         tile,
         **{name: None if tensor is None else tensor.contiguous() for name, tensor in inputs.items()},
-        S=S, M=M, state_indices=state_indices, o=o,
+        S=S,
+        M=M,
+        state_indices=state_indices,
+        o=o,
         **dict(zip(("s_slot_stride", "s_head_stride", "s_row_stride"), S.stride()[:3])),
         **dict(zip(("m_slot_stride", "m_head_stride", "m_row_stride"), M.stride()[:3])),
-        scale=options.scale, H=heads, HV=value_heads, K=key_dim, V=value_dim,
-        BK=power_of_two(key_dim), BV=tile.value_block,
+        scale=options.scale,
+        H=heads,
+        HV=value_heads,
+        K=key_dim,
+        V=value_dim,
+        BK=power_of_two(key_dim),
+        BV=tile.value_block,
         L2NORM=options.l2norm,
         P_TIMES_ALPHA=options.p_times_alpha,
         COMPUTE=tl.float64 if q.dtype == torch.float64 else tl.float32,

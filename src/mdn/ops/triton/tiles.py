@@ -7,7 +7,39 @@ than an H100 block has at K = 256.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import torch
+
+_assumed_target: str | None = None
+
+
+@contextlib.contextmanager
+def assume_target(name: str) -> Iterator[None]:
+    """Choose tiles and precisions as for another GPU (sm_90, gfx942): compiling for it needs no such device."""
+    global _assumed_target
+    before, _assumed_target = _assumed_target, name
+    try:
+        yield
+    finally:
+        _assumed_target = before
+
+
+def target_of(device: torch.device) -> str:
+    """The architecture that kernels for this device are built for; the interpreter counts as sm_80."""
+    if _assumed_target is not None:
+        return _assumed_target
+    return _architecture(device) if device.type == "cuda" else "sm_80"
+
+
+@functools.cache
+def _architecture(device: torch.device) -> str:
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 @dataclass(frozen=True)
@@ -24,28 +56,39 @@ def power_of_two(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def choose_tile(kernel: str, key_dim: int, value_dim: int, itemsize: int) -> Tile:
-    tile = (_WIDE if itemsize > 2 else _NARROW)[kernel][power_of_two(key_dim) > 128]
+def choose_tile(kernel: str, key_dim: int, value_dim: int, itemsize: int, target: str) -> Tile:
+    large = power_of_two(key_dim) > 128
+    table = _WIDE_OPERANDS if itemsize > 2 else _NARROW_OPERANDS
+    tile = table[kernel][large]
+    if target in ("sm_90", "sm_100", "sm_103") and itemsize <= 2:
+        tile = _LARGE_TENSOR_CORES.get(kernel, table[kernel])[large]
     return Tile(min(tile.value_block, power_of_two(value_dim)), tile.warps, tile.stages)
 
 
 # For each kernel: the choice for K <= 128, then for K > 128 (states twice as tall).
-_NARROW = {
-    # No V. The [C, C] float32 matrices fill the registers: 8 warps share them.
+_NARROW_OPERANDS = {
+    # No V. The [C, C] float32 matrices fill the registers.
     "prepare": (Tile(16, 4, 1), Tile(16, 8, 1)),
-    # S and M stay in registers, so 32 columns: 64 registers a thread. One stage less when K doubles the tiles.
-    "forward_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
-    "rebuild_states": (Tile(32, 4, 3), Tile(32, 8, 2)),
-    "backward_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
-    "backward_scores": (Tile(64, 8, 2), Tile(64, 8, 2)),
+    # S and M stay in registers beside their copies as operands: 16 columns.
+    "forward_states": (Tile(16, 4, 2), Tile(16, 8, 1)),
+    # Only two products a chunk: 32 columns fit.
+    "rebuild_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
+    "backward_states": (Tile(32, 8, 2), Tile(16, 8, 1)),
+    # One [C, C] sum in a loop over V.
+    "backward_scores": (Tile(32, 8, 2), Tile(32, 8, 1)),
     # Two to four [C, K] sums live at once.
-    "backward_inputs": (Tile(64, 8, 2), Tile(32, 8, 2)),
+    "backward_inputs": (Tile(32, 8, 2), Tile(32, 8, 1)),
     "backward_gates": (Tile(16, 8, 1), Tile(16, 8, 1)),
     # Bandwidth only: 128-byte rows, many small programs.
     "decode": (Tile(32, 4, 1), Tile(32, 8, 1)),
 }
+# Hopper and Blackwell data-centre parts read operands from shared memory, of which they have more: wider tiles fit.
+_LARGE_TENSOR_CORES = {
+    "forward_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
+    "backward_states": (Tile(32, 8, 2), Tile(32, 8, 1)),
+}
 # float32 operands: twice the bytes and three times the products.
-_WIDE = {
+_WIDE_OPERANDS = {
     "prepare": (Tile(16, 8, 1), Tile(16, 8, 1)),
     "forward_states": (Tile(16, 4, 1), Tile(16, 8, 1)),
     "rebuild_states": (Tile(32, 4, 1), Tile(16, 8, 1)),

@@ -1,0 +1,118 @@
+"""Compiles recorded launches for GPUs that are not here and reads their resources off the machine code.
+
+Needs Triton with its bundled NVIDIA tools, no GPU, and TRITON_INTERPRET unset.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mdn.ops.triton.launcher import Launch
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel takes: registers a thread, spilled and shared bytes, machine instructions."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    instructions: int
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def compile_launch(launch: Launch, target: str) -> Resources:
+    """Build the kernel with the very arguments it was launched with."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for position, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + _TYPES[value.dtype]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[(position,)] = value
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": launch.tile.warps, "num_stages": launch.tile.stages}
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    read = read_nvidia if TARGETS[target].backend == "cuda" else read_amd
+    return read(compiled)
+
+
+def read_nvidia(compiled: Any) -> Resources:
+    """Registers from the cubin's resource table, spills and instruction count from its disassembly."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _output(tools / "cuobjdump", "-res-usage", cubin)
+        code = _output(tools / "nvdisasm", "-c", cubin)
+    found = re.search(r"REG:(\d+)", usage)
+    if found is None:
+        raise ValueError(f"cuobjdump reported no registers for {compiled.metadata.name}")
+    instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", code)
+    return Resources(
+        registers=int(found[1]),
+        spill_bytes=sum(_stored_bytes(name) for name in instructions if name.startswith("STL")),
+        shared_bytes=compiled.metadata.shared,
+        instructions=len([name for name in instructions if name != "NOP"]),
+    )
+
+
+def _stored_bytes(instruction: str) -> int:
+    """Bytes a thread that a store to local memory writes: STL.128, STL.64, STL, STL.U16, STL.U8."""
+    widths = Counter(instruction.split("."))
+    return next((size for name, size in (("128", 16), ("64", 8), ("U16", 2), ("U8", 1)) if widths[name]), 4)
+
+
+def read_amd(compiled: Any) -> Resources:
+    """The same from the metadata and text of the assembly; spills are the scratch bytes of a thread."""
+    assembly = compiled.asm["amdgcn"]
+
+    def metadata(key: str) -> int:
+        found = re.search(rf"\.{key}:\s+(\d+)", assembly)
+        return int(found[1]) if found else 0
+
+    names = re.findall(r"^\s+([a-z]+)_[a-z0-9_]+", assembly, re.MULTILINE)
+    return Resources(
+        registers=metadata("vgpr_count"),
+        spill_bytes=metadata("private_segment_fixed_size"),
+        shared_bytes=compiled.metadata.shared,
+        instructions=len([name for name in names if name in ("v", "s", "ds", "global", "buffer", "flat", "scratch")]),
+    )
+
+
+def _output(tool: Path, *arguments: str | Path) -> str:
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
