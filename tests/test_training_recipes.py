@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -83,8 +81,11 @@ def test_a_recipe_that_extends_itself_is_an_error(tmp_path: Path) -> None:
         load_recipe(tmp_path / "a.yaml")
 
 
-def test_recipes_are_found_by_name_and_by_path() -> None:
+def test_recipes_are_found_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # away from the repository, where recipes/ is a folder
     assert find_recipe("demo") == find_recipe("recipes/demo.yaml") == find_recipe("demo.yaml")
+    (tmp_path / "demo.yaml").write_text("name: mine")
+    assert find_recipe("demo.yaml") == Path("demo.yaml")
 
 
 def test_the_resolved_recipe_reads_back_as_itself() -> None:
@@ -148,14 +149,15 @@ def test_ranks_that_cannot_share_the_batch_are_an_error() -> None:
         plan_batch(load_recipe("paper/mdn_400M").training, 3)
 
 
-def test_a_dry_run_prints_the_recipe_its_sizes_and_the_launch_line(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_recipe_its_sizes_and_the_launch_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "plan.json"
-    start = "import sys; from mdn.cli import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["train", "paper/mdn_400M", "--dry-run", "--nodes", "4", "--devices", "8", "--json", str(file)]
-    output = subprocess.run([sys.executable, "-c", start, *arguments], capture_output=True, text=True, timeout=120)
-    assert output.returncode == 0, output.stderr
-    assert "learning_rate: 0.0003" in output.stdout
-    assert "torchrun --nnodes 4 --nproc_per_node 8" in output.stdout
+    arguments = ["--dry-run", "--nodes", "4", "--devices", "8", "--json", str(file)]
+    assert main(["train", "paper/mdn_400M", *arguments]) == 0
+    output = capsys.readouterr().out
+    assert "learning_rate: 0.0003" in output
+    assert "torchrun --nnodes 4 --nproc_per_node 8" in output
     plan = json.loads(file.read_text())
     assert 390e6 < plan["parameters"] < 440e6
     assert plan["tokens"] == 30720 * 524288

@@ -2,7 +2,7 @@
 
     python training_ranks.py ROOT NAME:STRATEGY:RANKS[:plain] ...
 
-Every rank of every job writes ROOT/NAME-RANKS-<rank>.json. With `plain`, accelerate is left as it is and does not shard.
+Every rank of every job writes ROOT/NAME-RANKS-<rank>.json. With `plain`, accelerate stays as it is and does not shard.
 """
 
 from __future__ import annotations
