@@ -40,7 +40,6 @@ def why_not(backend: str, tensor: Tensor) -> str | None:
     return _why_not(backend, str(tensor.device), tensor.dtype)
 
 
-@torch.compiler.assume_constant_result  # facts about this machine: a compiler need not trace the search for libraries
 def _why_not(backend: str, device: str, dtype: torch.dtype) -> str | None:
     if backend == "torch" or device == "meta":
         return None
@@ -55,6 +54,11 @@ def _why_not(backend: str, device: str, dtype: torch.dtype) -> str | None:
     if backend == "fla":
         return "FLA's kernels serve the first-order rules, not the momentum delta rule"
     raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+# Facts about this machine: a compiler need not trace the search for libraries. This is what
+# torch.compiler.assume_constant_result does; calling it here would import the compiler, and Triton with it.
+_why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def automatic_choice(tensor: Tensor) -> tuple[str, str]:
