@@ -1,8 +1,8 @@
 """The prefix-linear-attention protocol for retrieval tasks: what is asked and how an answer is scored.
 
 Two forms of documents: a text that breaks off before its answer (fda, swde, squad_completion: `text`, `value`), and a
-context with a question (NQ, TriviaQA, DROP: `context`, `question`, `answers`). The model continues for at most 48 tokens
-or to the end of the line; it scores 1 if any gold answer occurs in what it wrote, whatever the case.
+context with a question (NQ, TriviaQA, DROP: `context`, `question`, `answers`). The model continues for at most 48
+tokens or to the end of the line; it scores 1 if any gold answer occurs in what it wrote, whatever the case.
 The functions are named in `tasks/*.yaml`.
 """
 

@@ -60,7 +60,7 @@ class Settings:
 
 
 class TaskSource:
-    """Loads tasks: from local files if folders are given, else from the Hub; our own definitions beside the built-in."""
+    """Loads tasks: from local files if folders are given, else from the Hub; our definitions beside the built-in."""
 
     def __init__(self, data: tuple[Path, ...] = ()) -> None:
         self.data = data
@@ -169,7 +169,7 @@ def _harness_model(subject: Subject, work: Work, settings: Settings) -> HFLM:
 
 
 def _metrics(found: dict[str, Any]) -> dict[str, float]:
-    """ "<metric>,<filter>" without the filter; of several filters the first. Errors of the mean are "<metric>_stderr"."""
+    """By metric, without the name of the filter; of several filters the first. Errors end in "_stderr"."""
     metrics: dict[str, float] = {}
     for key, value in found.items():
         name, separator, _ = key.partition(",")

@@ -1,4 +1,4 @@
-"""`mdn eval`, without the command line: suites and tasks for several models, with missing data named before anything runs."""
+"""`mdn eval` without the command line: works for several models; missing data is named before anything runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Multi-query associative recall (MQAR) examples, by zoology's rules, and a variant in which keys are bound twice.
 
-    k1 v1 k2 v2 ... kP vP | . . k2 . . . k1 . ...        inputs [N, L];  labels [N, L], the value at every query, else -100
+    k1 v1 k2 v2 ... kP vP | . . k2 . . . k1 . ...    inputs [N, L];  labels [N, L], the value at every query, else -100
 
 P pairs of distinct keys (1 .. V/2 - 1) and distinct values (V/2 .. V - 1), then slots of two positions. Every key is
 asked once, at the first position of a slot; slots are drawn without replacement with weight slot^(a - 1), slots counted
@@ -22,8 +22,8 @@ _BLOCK_ENTRIES = 8_000_000  # random numbers drawn at once: bounds the memory of
 
 @dataclass(frozen=True)
 class Examples:
-    """``inputs`` and ``labels`` [N, L]; ``queries`` [N, P] are the labelled positions, key by key, and ``answers`` [N, P]
-    what belongs there."""
+    """``inputs`` and ``labels`` [N, L]; ``queries`` [N, P] are the labelled positions, key by key, and ``answers``
+    [N, P] what belongs there."""
 
     inputs: Tensor
     labels: Tensor
@@ -42,10 +42,9 @@ def check_segment(length: int, pairs: int, vocab_size: int, rewriting: bool = Fa
     bindings = 2 if rewriting else 1
     if pairs < 1:
         raise ValueError(f"pairs must be at least 1, got {pairs}")
-    if length % 2 or length < 2 * (bindings + 1) * pairs:
-        raise ValueError(
-            f"length must be even and at least {2 * (bindings + 1)} * pairs = {2 * (bindings + 1) * pairs}, got {length}"
-        )
+    shortest = 2 * (bindings + 1) * pairs
+    if length % 2 or length < shortest:
+        raise ValueError(f"length must be even and at least {shortest} for {pairs} pairs, got {length}")
     if vocab_size % 2 or vocab_size // 2 - 1 < bindings * pairs:
         raise ValueError(
             f"vocab_size must be even with at least {bindings * pairs} keys and values in its halves, got {vocab_size}"
@@ -69,7 +68,7 @@ def generate(
     rewriting: bool = False,
     generator: torch.Generator,
 ) -> Examples:
-    """``number`` examples of ``length`` tokens with ``pairs`` pairs; the same generator state gives the same examples."""
+    """``number`` examples of ``length`` tokens with ``pairs`` pairs; the same generator state gives the same ones."""
     check_segment(length, pairs, vocab_size, rewriting)
     half, bindings = vocab_size // 2, 2 if rewriting else 1
     keys = 1 + _distinct(number, half - 1, pairs, generator)

@@ -1,6 +1,6 @@
 """Needle examples by RULER's rules for texts: facts hidden in a haystack, asked for at its end.
 
-    {instruction} {haystack with "One of the special magic numbers for KEY is: VALUE." at some depth} {question} -> VALUE
+    instruction, haystack with "One of the special magic numbers for KEY is: VALUE." at some depth, question -> VALUE
 
 `make_example` works with any tokenizer: `length` counts tokens of the prompt and the answer together.
 """
