@@ -1,4 +1,4 @@
-"""Train an MDN model with the paper's log-domain coefficients instead of the exact form, to tell arithmetic from dynamics.
+"""Train an MDN model with the paper's log-domain coefficients, to tell failures of arithmetic from those of dynamics.
 
 Inside the block, every MDN layer computes its rule with ``mdn.bench.paper_form`` (autograd through the paper's forward
 formula: the authors' hand-written backward is not reproduced here). Training passes only: no state, no packs.
