@@ -184,6 +184,22 @@ def test_generation_continues_from_a_saved_cache(name):
         assert relative_error(in_pieces(model, ids[:, 20:], [4, 6], cache=other), expected) < TOLERANCE
 
 
+def test_a_given_cache_is_used_whatever_else_is_asked():
+    """Also with use_cache=False, in training mode, and when gradients are recorded."""
+    model = small_model("hybrid")
+    ids = tokens(1, 12)
+    expected = model(ids).logits[:, 8:]
+    for arguments in ({}, {"use_cache": False}, {"use_cache": True}):
+        for training in (False, True):
+            cache = DynamicCache(config=model.config)
+            model.train(training)(ids[:, :8], past_key_values=cache)
+            pieces = [model(piece, past_key_values=cache, **arguments).logits for piece in (ids[:, 8:11], ids[:, 11:])]
+            assert relative_error(torch.cat(pieces, 1), expected) < TOLERANCE
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        model(ids, past_key_values=cache)
+
+
 @torch.no_grad()
 def test_memory_per_sequence_is_constant():
     model = small_model()

@@ -75,7 +75,8 @@ def load(source: str, dtype: str = "auto", device: str = "auto") -> tuple[Any, A
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load {source!r}: {error}") from None
-    return model.to(device).eval(), tokenizer
+    model.to(device)  # type: ignore[arg-type]
+    return model.eval(), tokenizer
 
 
 def _check(args: argparse.Namespace) -> None:

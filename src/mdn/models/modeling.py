@@ -183,13 +183,17 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
         )
 
     def _cache(self, past_key_values: Cache | None, use_cache: bool | None, layout: TokenLayout) -> Cache | None:
-        """The cache to fill: the given one, a new one if wanted, none in training, for packs, or if not wanted."""
+        """The cache to fill: the given one, or a new one if wanted; none in training or for packs."""
+        if past_key_values is not None:
+            if self.training and self.is_gradient_checkpointing:
+                raise ValueError("past_key_values cannot be used in training with gradient checkpointing")
+            return past_key_values
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         packed_by_caller = layout.boundaries is not None and not layout.unpadded
         if not use_cache or packed_by_caller or (self.training and self.is_gradient_checkpointing):
             return None
-        return DynamicCache(config=self.config) if past_key_values is None else past_key_values
+        return DynamicCache(config=self.config)
 
 
 class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMixin):
@@ -298,7 +302,8 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         **kwargs: Any,
     ) -> dict[str, Any]:
         kwargs |= {"next_sequence_length": next_sequence_length, "is_first_iteration": is_first_iteration}
-        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        kwargs |= {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        inputs = super().prepare_inputs_for_generation(**kwargs)  # type: ignore[misc]
         # A token that was just generated is never padding, so a decode step need not look at the mask. (Only the
         # decoding loop says how many tokens are new without calling it the first iteration; chunked prefill does not.)
         if next_sequence_length == 1 and not is_first_iteration:
