@@ -115,6 +115,7 @@ def fla_on_cpu(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(f"fla.layers.{place}", function)
     monkeypatch.setattr("fla.models.rwkv7.modeling_rwkv7.token_shift", token_shift)
     monkeypatch.setitem(fla.layers.mamba2.ACT2FN, "silu", F.silu)
+    monkeypatch.setitem(fla.layers.mamba2.ACT2FN, "sqrelu", lambda x: F.relu(x).square())
     monkeypatch.setattr(layers.GatedDeltaNet, "_use_fused_qkv_conv", lambda self, **_: False)
     monkeypatch.setattr(GatedMLP, "forward", gated_mlp)
     for module, forward in (
