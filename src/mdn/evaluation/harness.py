@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,18 @@ class Settings:
     """fingerprint of the text that replaces RULER's essays, if one does"""
 
 
+@cache
+def installed_tasks() -> TaskManager:
+    """The harness's own tasks and ours. Reading the thousands of definitions takes seconds, so it is done once."""
+    return TaskManager(include_path=str(TASKS_FOLDER))
+
+
 class TaskSource:
     """Loads tasks: from local files if folders are given, else from the Hub; our definitions beside the built-in."""
 
     def __init__(self, data: tuple[Path, ...] = ()) -> None:
         self.data = data
-        self.manager = TaskManager(include_path=str(TASKS_FOLDER))
+        self.manager = installed_tasks()
 
     def check_name(self, task: str) -> None:
         if task not in self.manager.task_index:

@@ -14,90 +14,28 @@ from dataclasses import dataclass
 from mdn.evaluation.needle.text import documentation_sentences, noise_sentence
 
 HAYSTACKS = ("noise", "documentation")
-KEYS = (
-    *(
-        "amber",
-        "anchor",
-        "arrow",
-        "basin",
-        "beacon",
-        "birch",
-        "bottle",
-        "branch",
-        "bridge",
-        "candle",
-        "canyon",
-        "cedar",
-    ),
-    *(
-        "chalk",
-        "clover",
-        "cobalt",
-        "copper",
-        "coral",
-        "cotton",
-        "crane",
-        "desert",
-        "ember",
-        "fable",
-        "falcon",
-        "feather",
-    ),
-    *(
-        "fern",
-        "flint",
-        "forest",
-        "garden",
-        "ginger",
-        "glacier",
-        "granite",
-        "harbor",
-        "hazel",
-        "heron",
-        "island",
-        "ivory",
-    ),
-    *(
-        "jasmine",
-        "kettle",
-        "ladder",
-        "lagoon",
-        "lantern",
-        "laurel",
-        "lemon",
-        "linen",
-        "maple",
-        "marble",
-        "meadow",
-        "mirror",
-    ),
-    *(
-        "needle",
-        "nickel",
-        "ocean",
-        "olive",
-        "orchid",
-        "otter",
-        "pebble",
-        "pepper",
-        "pillar",
-        "planet",
-        "plum",
-        "quartz",
-    ),
-    *("raven", "saddle", "silver", "tulip"),
+KEYS = tuple(
+    """
+    amber anchor arrow basin beacon birch bottle branch bridge candle canyon cedar chalk clover cobalt copper
+    coral cotton crane desert ember fable falcon feather fern flint forest garden ginger glacier granite harbor
+    hazel heron island ivory jasmine kettle ladder lagoon lantern laurel lemon linen maple marble meadow mirror
+    needle nickel ocean olive orchid otter pebble pepper pillar planet plum quartz raven saddle silver tulip
+    """.split()
 )
 INSTRUCTION = "Some special magic numbers are hidden within the following text."
 NEEDLE = "One of the special magic numbers for {key} is: {value}."
-QUESTION = "The special magic number for {key} mentioned in the provided text is:"
+QUESTION = "The special magic number for {key} is:"
 
 
 @dataclass(frozen=True)
 class Example:
+    """``prompt`` ends with the question for the needle at ``depth`` (0: at the beginning, 1: at the end). ``others``
+    are the questions for the other needles with their answers: more to learn from in training."""
+
     prompt: str
     answer: str
     depth: float
-    """0: the needle stands at the beginning, 1: at the end"""
+    others: tuple[tuple[str, str], ...] = ()
 
 
 def make_example(
@@ -128,7 +66,8 @@ def make_example(
     for needle in needles[1:]:
         hay.insert(source.randint(0, len(hay)), needle)
     hay.insert(round(depth * len(hay)), needles[0])
-    return Example(" ".join([INSTRUCTION, *hay, question]), values[0], depth)
+    others = tuple((QUESTION.format(key=key), value) for key, value in zip(names[1:], values[1:]))
+    return Example(" ".join([INSTRUCTION, *hay, question]), values[0], depth, others)
 
 
 def _hay(room: int, count: Callable[[str], int], source: random.Random, haystack: str) -> list[str]:

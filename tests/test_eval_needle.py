@@ -1,0 +1,130 @@
+"""The needle generator: lengths, depths, answers; a tiny model; RULER's tasks on a text of one's own."""
+
+import random
+
+import numpy as np
+import pytest
+
+from eval_support import make_model, make_tokenizer
+from mdn.cli import main
+from mdn.evaluation.harness import Settings, Subject
+from mdn.evaluation.needle.examples import NEEDLE, make_example
+from mdn.evaluation.needle.language_model import find_needles_in_text
+from mdn.evaluation.needle.text import documentation_sentences, documentation_text, sentences
+from mdn.evaluation.needle.tiny import TinySettings, build_tiny, find_needles, vocabulary
+from mdn.evaluation.needle.words import Words, make_batch
+from mdn.evaluation.run import run_works
+from mdn.evaluation.suites import Work
+
+
+def words_in(text: str) -> int:
+    return len(text.split())
+
+
+def make(length=100, depth=0.5, seed=0, **options):
+    return make_example(length, depth, words_in, random.Random(seed), **options)
+
+
+@pytest.mark.parametrize("haystack", ["noise", "documentation"])
+@pytest.mark.parametrize("length", [40, 100, 500])
+def test_a_text_fills_its_length_up_to_one_sentence(haystack, length):
+    example = make(length, haystack=haystack)
+    total = words_in(f"{example.prompt} {example.answer}")
+    assert length - 30 < total <= length
+
+
+def test_the_answer_stands_in_the_needle_of_the_asked_key():
+    for seed in range(20):
+        example = make(seed=seed, keys=4)
+        asked = example.prompt.rsplit("number for ", 1)[1].removesuffix(" is:")
+        assert NEEDLE.format(key=asked, value=example.answer) in example.prompt
+        assert example.prompt.count("One of the special magic numbers for") == 4
+        for question, answer in example.others:
+            other = question.split("number for ")[1].removesuffix(" is:")
+            assert other != asked
+            assert NEEDLE.format(key=other, value=answer) in example.prompt
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
+def test_the_needle_stands_at_its_depth(depth):
+    example = make(2000, depth)
+    body = example.prompt.split("following text. ")[1].rsplit(" The special", 1)[0]
+    before = body.index("One of the special") / (len(body) - len(NEEDLE))
+    assert before == pytest.approx(depth, abs=0.02)
+
+
+def test_bad_requests_name_the_argument():
+    with pytest.raises(ValueError, match="length=10 leaves no room"):
+        make(10)
+    with pytest.raises(ValueError, match="depth must be in"):
+        make(depth=1.5)
+    with pytest.raises(ValueError, match="haystack must be one of"):
+        make(haystack="essays")
+    with pytest.raises(ValueError, match="keys must be in"):
+        make(keys=0)
+
+
+def test_the_documentation_is_prose():
+    found = documentation_sentences()
+    assert len(found) > 500
+    assert all(sentence[0].isupper() and sentence[-1] in ".!?" for sentence in found)
+    assert len(set(found)) == len(found)
+    assert sentences("One. Two! Three?") == ["One.", "Two!", "Three?"]
+
+
+def test_labels_are_the_answers_at_the_end_of_every_question():
+    words = Words()
+    example = make_example(100, 0.5, words.count, random.Random(0), keys=3)
+    inputs, labels = make_batch(words, [example], with_others=True)
+    names = {number: token for token, number in words.ids.items()}
+    answers = [example.answer, *(answer for _, answer in example.others)]
+    places = (labels[0] != -100).nonzero().flatten().tolist()
+    assert [names[labels[0, place].item()] for place in places] == answers
+    assert [names[inputs[0, place].item()] for place in places] == [":"] * 3
+    assert [names[inputs[0, place + 1].item()] for place in places[:-1]] == answers[:-1]
+    assert places[-1] == inputs.shape[1] - 1
+
+
+def test_no_word_of_the_noise_is_unknown():
+    words = Words()
+    example = make_example(1000, 0.5, words.count, random.Random(1), keys=8)
+    assert 1 not in words.encode(example.prompt)
+
+
+def test_scores_are_the_share_found_by_length_and_depth():
+    """A model whose head always says 42 finds exactly the needles that are 42."""
+    settings = TinySettings(test_lengths=(64, 96), depths=(0.0, 1.0), examples=30, keys=1)
+    words = vocabulary(settings)
+    model = build_tiny("gated_deltanet", words, settings).eval()
+    model.lm_head.weight = type(model.lm_head.weight)(model.lm_head.weight.detach().clone().zero_())
+    found = find_needles(model, settings)
+    assert found.shape == (2, 2)
+    assert np.all(found == 0)  # all logits equal: the padding token, never a number
+
+
+def test_the_command_trains_a_tiny_model_and_draws_the_map(tmp_path, capsys):
+    options = ["--steps", "3", "--lengths", "64,96", "--depths", "2", "--examples", "2", "--keys", "1"]
+    assert main(["needle", *options, "--out", str(tmp_path), "--json", str(tmp_path / "r.json")]) == 0
+    assert "momentum_deltanet: found at 64:" in capsys.readouterr().out
+    assert (tmp_path / "needle.png").is_file()
+    assert (tmp_path / "r.json").read_text() == (tmp_path / "results.json").read_text()
+
+
+def test_a_language_model_is_asked_in_text():
+    found = find_needles_in_text(
+        make_model(), make_tokenizer(), (300,), (0.0, 1.0), examples=1, haystack="noise", new_tokens=2
+    )
+    assert found.shape == (2, 1)
+    assert set(found.flatten().tolist()) <= {0.0, 1.0}
+
+
+def test_rulers_tasks_run_on_a_text_of_ones_own(tmp_path):
+    model, tokenizer = make_model(), make_tokenizer()
+    model.save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    subject = Subject("tiny", str(tmp_path / "m"), model, tokenizer)
+    works = [Work("niah_single_1", 1024, 1024), Work("niah_multikey_1", 1024, 1024)]
+    settings = Settings(tmp_path / "out", limit=1, haystack="stdlib")
+    outcome = run_works(works, [subject], settings, haystack=documentation_text())
+    for work in works:
+        assert 0.0 <= outcome.results["tiny"][work]["metrics"]["1024"] <= 1.0
