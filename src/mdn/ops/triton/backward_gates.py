@@ -8,15 +8,29 @@ and goes back through Gamma = L_alpha diag(beta) L_mu, b = L_alpha (beta mbar) a
 import triton
 import triton.language as tl
 
-from mdn.ops.triton.blocks import (
-    decay_mask,
-    decay_mask_backward,
-    load_gate,
-    load_tile,
-    locate_chunk,
-    product,
-    store_gate,
-)
+from mdn.ops.triton.blocks import load_gate, load_tile, locate_chunk, product, store_gate
+
+
+@triton.jit
+def decay_mask(log_gate, C: tl.constexpr):
+    """L[i, j] = product of the gates j+1..i, zero above the diagonal.
+
+    Each column sums its own segment of logs. A difference of two cumulative sums would turn -inf into NaN and let one
+    tiny gate spoil its neighbours.
+    """
+    rows = tl.arange(0, C)[:, None]
+    columns = tl.arange(0, C)[None, :]
+    segments = tl.cumsum(tl.where(rows > columns, log_gate[:, None], 0.0), axis=0)
+    return tl.where(rows >= columns, tl.exp(segments), 0.0)
+
+
+@triton.jit
+def decay_mask_backward(weighted, C: tl.constexpr):
+    """Gradient [C] of the logs from weighted = dL * L: gate l takes part in every segment with j < l <= i."""
+    rows = tl.arange(0, C)[:, None]
+    columns = tl.arange(0, C)[None, :]
+    from_row_on = tl.cumsum(weighted, axis=0, reverse=True)
+    return tl.sum(tl.where(columns < rows, from_row_on, 0.0), axis=1)
 
 
 @triton.jit

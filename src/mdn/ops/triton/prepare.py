@@ -12,32 +12,31 @@ Alpha, eta, the scale and the L2 norms are all inside these coefficients: later 
 import triton
 import triton.language as tl
 
-from mdn.ops.triton.blocks import (
-    decay_mask,
-    inverse_norm,
-    last_row,
-    load_gate,
-    load_tile,
-    locate_chunk,
-    previous,
-    product,
-    row_shift,
-    store_gate,
-    store_tile,
+from mdn.ops.triton.blocks import inverse_norm, load_gate, load_tile, locate_chunk, product, store_gate, store_tile
+from mdn.ops.triton.decays import (
+    assemble,
+    block_decays,
+    block_product,
+    carry_over_blocks,
+    earlier_block_decays,
     unit_lower_inverse,
 )
 
 
 @triton.jit
-def coupled_decays(log_alpha, log_mu, beta, C: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr):
-    """The mu mask, Gamma = L_alpha diag(beta) L_mu, abar, mbar and b."""
-    alpha_mask = decay_mask(log_alpha, C)
-    mu_mask = decay_mask(log_mu, C)
-    gamma = product(alpha_mask * beta[None, :], mu_mask, PRECISION, COMPUTE)
-    abar = tl.exp(tl.cumsum(log_alpha, axis=0))
-    mbar = tl.exp(tl.cumsum(log_mu, axis=0))
-    b = tl.sum(alpha_mask * (beta * mbar)[None, :], axis=1)
-    return mu_mask, gamma, abar, mbar, b
+def load_earlier_gate(tensor, first_token, tokens_left, head, heads, C: tl.constexpr, COMPUTE: tl.constexpr):
+    """Row i holds the gate of token i - 1; row 0 and rows past the end hold zero."""
+    rows = tl.arange(0, C)
+    pointers = tensor + first_token * heads + head + (rows.to(tl.int64) - 1) * heads
+    return tl.load(pointers, mask=(rows > 0) & (rows <= tokens_left), other=0.0).to(COMPUTE)
+
+
+@triton.jit
+def in_block_decays(log_alpha, earlier_log_alpha, C: tl.constexpr):
+    """abar counted from the start of each block, up to each row and up to the row before: both [C / 16, 16]."""
+    in_block = tl.reshape(log_alpha, [C // 16, 16])
+    earlier = tl.where(tl.arange(0, 16)[None, :] > 0, tl.reshape(earlier_log_alpha, [C // 16, 16]), 0.0)
+    return tl.exp(tl.cumsum(in_block, axis=1)), tl.exp(tl.cumsum(earlier, axis=1))
 
 
 @triton.jit
@@ -84,21 +83,45 @@ def prepare_kernel(
 
     log_alpha_rows = load_gate(log_alpha, first, left, head, HV, C, COMPUTE)
     log_mu_rows = load_gate(log_mu, first, left, head, HV, C, COMPUTE)
-    beta_rows = load_gate(beta, first, left, head, HV, C, COMPUTE)
-    mu_mask, gamma_tile, abar, mbar, b = coupled_decays(log_alpha_rows, log_mu_rows, beta_rows, C, PRECISION, COMPUTE)
-    if gamma is not None:
-        store_tile(gamma, gamma_tile, first, left, head, HV, 0, C, C, C)
+    earlier_log_alpha = load_earlier_gate(log_alpha, first, left, head, HV, C, COMPUTE)
+    beta_rows = tl.reshape(load_gate(beta, first, left, head, HV, C, COMPUTE), [C // 16, 16])
+
+    # Inside blocks: the masks, Gamma, abar, b and mbar; "earlier" ones belong to the row before.
+    alpha_blocks = block_decays(log_alpha_rows, C)
+    mu_blocks = block_decays(log_mu_rows, C)
+    earlier_blocks = earlier_block_decays(earlier_log_alpha, C)
+    gamma_blocks = block_product(alpha_blocks * beta_rows[:, None, :], mu_blocks, PRECISION, COMPUTE)
+    earlier_gamma = block_product(earlier_blocks * beta_rows[:, None, :], mu_blocks, PRECISION, COMPUTE)
+    abar_in, abar_earlier = in_block_decays(log_alpha_rows, earlier_log_alpha, C)
+    mbar_in = tl.exp(tl.cumsum(tl.reshape(log_mu_rows, [C // 16, 16]), axis=1))
+    b_in = tl.sum(alpha_blocks * (beta_rows * mbar_in)[:, None, :], axis=2)
+    b_earlier = tl.sum(earlier_blocks * (beta_rows * mbar_in)[:, None, :], axis=2)
+    x_rows, y_rows, abar, b, mbar, last_gamma, last_mu, abar_total, b_total, mbar_total = carry_over_blocks(
+        gamma_blocks, mu_blocks, abar_in, b_in, mbar_in, C, COMPUTE
+    )
+    decay = decays + (row * HV + head) * 4
+    tl.store(decay, abar_total)
+    tl.store(decay + 1, b_total)
+    tl.store(decay + 2, mbar_total)
 
     k_tile = load_tile(k, first, left, key_head, H, 0, K, C, BK)
     k_factor = inverse_norm(k_tile, L2NORM, C, COMPUTE)
     write_factor = k_factor * load_gate(eta, first, left, head, HV, C, COMPUTE)
+    write_s = write_factor * last_gamma
+    store_coefficients(coefficients, 2, write_s, write_factor * last_mu, first, left, head, HV, plane, C)
+    store_coefficients(coefficients, 3, k_factor * last_gamma, k_factor * last_mu, first, left, head, HV, plane, C)
 
     q_tile = load_tile(q, first, left, key_head, H, 0, K, C, BK)
     q_factor = inverse_norm(q_tile, L2NORM, C, COMPUTE) * scale
-    similarity = product(q_tile, tl.trans(k_tile), PRECISION, COMPUTE)
-    store_tile(
-        scores, similarity * gamma_tile * q_factor[:, None] * write_factor[None, :], first, left, head, HV, 0, C, C, C
-    )
+    abar_rows = tl.reshape(abar_in * abar[:, None], [C])
+    b_rows = tl.reshape(abar_in * b[:, None] + b_in * mbar[:, None], [C])
+    store_coefficients(coefficients, 1, q_factor * abar_rows, q_factor * b_rows, first, left, head, HV, plane, C)
+    gamma_tile = assemble(gamma_blocks, abar_in, b_in, x_rows, y_rows, C)
+    if gamma is not None:
+        store_tile(gamma, gamma_tile, first, left, head, HV, 0, C, C, C)
+    weighted = gamma_tile * q_factor[:, None] * write_factor[None, :]
+    weighted *= product(q_tile, tl.trans(k_tile), PRECISION, COMPUTE)
+    store_tile(scores, weighted, first, left, head, HV, 0, C, C, C)
 
     if p is None:
         p_tile = k_tile
@@ -108,22 +131,11 @@ def prepare_kernel(
         p_factor = inverse_norm(p_tile, L2NORM, C, COMPUTE)
     if P_TIMES_ALPHA:
         p_factor = p_factor * tl.exp(log_alpha_rows)
-    gamma_prev = product(row_shift(C, COMPUTE), gamma_tile, PRECISION, COMPUTE)
-    overlap = product(p_tile, tl.trans(k_tile), PRECISION, COMPUTE) * p_factor[:, None] * write_factor[None, :]
-    solved = unit_lower_inverse(overlap * gamma_prev, C, PRECISION, COMPUTE)
+    abar_rows = tl.reshape(abar_earlier * abar[:, None], [C])
+    b_rows = tl.reshape(abar_earlier * b[:, None] + b_earlier * mbar[:, None], [C])
+    store_coefficients(coefficients, 0, p_factor * abar_rows, p_factor * b_rows, first, left, head, HV, plane, C)
+    overlap = assemble(earlier_gamma, abar_earlier, b_earlier, x_rows, y_rows, C)
+    overlap *= p_factor[:, None] * write_factor[None, :]
+    overlap *= product(p_tile, tl.trans(k_tile), PRECISION, COMPUTE)
+    solved = unit_lower_inverse(overlap, C, PRECISION, COMPUTE)
     store_tile(inverse, solved, first, left, head, HV, 0, C, C, C)
-
-    read_s = p_factor * previous(abar, 1.0, C)
-    read_m = p_factor * previous(b, 0.0, C)
-    store_coefficients(coefficients, 0, read_s, read_m, first, left, head, HV, plane, C)
-    store_coefficients(coefficients, 1, q_factor * abar, q_factor * b, first, left, head, HV, plane, C)
-    last_gamma = last_row(gamma_tile, C)
-    last_mu = last_row(mu_mask, C)
-    write_s = write_factor * last_gamma
-    store_coefficients(coefficients, 2, write_s, write_factor * last_mu, first, left, head, HV, plane, C)
-    store_coefficients(coefficients, 3, k_factor * last_gamma, k_factor * last_mu, first, left, head, HV, plane, C)
-    rows = tl.arange(0, C)
-    decay = decays + (row * HV + head) * 4
-    tl.store(decay, tl.sum(tl.where(rows == C - 1, abar, 0.0), axis=0))
-    tl.store(decay + 1, tl.sum(tl.where(rows == C - 1, b, 0.0), axis=0))
-    tl.store(decay + 2, tl.sum(tl.where(rows == C - 1, mbar, 0.0), axis=0))
