@@ -39,6 +39,12 @@ MDN_INLINE void for_columns(long columns, Body&& body) {
     if (c < columns) body(c, PartOfRow{columns - c});
 }
 
+// The processor's own prefetching stops at the end of every page, so lines are asked for some pages ahead (at the end of a head:
+// of the next one). Asking for an address that does not exist does nothing.
+constexpr long kRowsAhead = 16;
+
+MDN_INLINE void ask_for(const float* address) { __builtin_prefetch(address, 1, 3); }
+
 // One head of one sequence: its gates, its states [K, V], and its vectors, padded with zeros to a multiple of 16.
 struct Head {
     float alpha, mu, beta, eta;
@@ -48,32 +54,59 @@ struct Head {
     float *r, *o;      // [V]
 };
 
-void subtract_prediction(const Head& head) {
-    for (long i = 0; i < head.rows; ++i) {
-        const float* state = head.state + i * head.state_stride;
+// Calls body(count, first) over blocks of rows: a block reads r and o once for all its rows.
+template <class Body>
+MDN_INLINE void for_rows(long rows, Body&& body) {
+    long first = 0;
+    for (; first + 2 <= rows; first += 2) body(Count<2>(), first);
+    for (; first < rows; ++first) body(Count<1>(), first);
+}
+
+MDN_FLATTEN void subtract_prediction(const Head head) {
+    for_rows(head.rows, [&](auto count, long first) {
+        constexpr int block = decltype(count)::value;
+        const float *state = head.state + first * head.state_stride, *p = head.p + first;
         for_columns(head.columns, [&](long c, auto columns) {
-            store(head.r + c, load(head.r + c) - columns.load(state + c) * head.p[i]);
+            Row r = load(head.r + c);
+            for (int i = 0; i < block; ++i) {
+                ask_for(state + (i + kRowsAhead) * head.state_stride + c);
+                r = r - columns.load(state + i * head.state_stride + c) * p[i];
+            }
+            store(head.r + c, r);
         });
-    }
+    });
 }
 
 template <bool has_momentum>
-void update_states(const Head& head) {
-    for (long i = 0; i < head.rows; ++i) {
-        float* state = head.state + i * head.state_stride;
-        float* momentum = has_momentum ? head.momentum + i * head.momentum_stride : nullptr;
-        const float write = -head.eta * head.k[i];
+MDN_FLATTEN void update_states(const Head head) {
+    for_rows(head.rows, [&](auto count, long first) {
+        constexpr int block = decltype(count)::value;
+        float* state = head.state + first * head.state_stride;
+        float* momentum = has_momentum ? head.momentum + first * head.momentum_stride : nullptr;
+        const float *k = head.k + first, *q = head.q + first;
         for_columns(head.columns, [&](long c, auto columns) {
-            Row new_momentum = load(head.r + c) * write;
-            if (has_momentum) {
-                new_momentum = new_momentum + columns.load(momentum + c) * head.mu;
-                columns.store(momentum + c, new_momentum);
+            const Row write = load(head.r + c) * -head.eta;
+            Row o = load(head.o + c), new_momentum[block], new_state[block];
+            // S and M often lie a multiple of 4 KB apart; a load that follows a store to such an address waits for it. So all
+            // loads come first.
+            for (int i = 0; i < block; ++i) {
+                new_state[i] = columns.load(state + i * head.state_stride + c);
+                if (!has_momentum) continue;
+                ask_for(momentum + (i + kRowsAhead) * head.momentum_stride + c);
+                new_momentum[i] = columns.load(momentum + i * head.momentum_stride + c);
             }
-            const Row new_state = columns.load(state + c) * head.alpha - new_momentum * head.beta;
-            columns.store(state + c, new_state);
-            store(head.o + c, load(head.o + c) + new_state * head.q[i]);
+            for (int i = 0; i < block; ++i) {
+                new_momentum[i] = has_momentum ? new_momentum[i] * head.mu + write * k[i] : write * k[i];
+                new_state[i] = new_state[i] * head.alpha - new_momentum[i] * head.beta;
+                o = o + new_state[i] * q[i];
+            }
+            for (int i = 0; i < block; ++i) {
+                if (has_momentum) columns.store(momentum + i * head.momentum_stride + c, new_momentum[i]);
+                columns.store(state + i * head.state_stride + c, new_state[i]);
+            }
+            store(head.o + c, o);
         });
-    }
+    });
 }
 
 template <class Element>

@@ -20,6 +20,7 @@ constexpr int kWidth = 16;
 constexpr int kParts = kWidth / kLanes;
 
 #define MDN_INLINE inline __attribute__((always_inline))
+#define MDN_FLATTEN __attribute__((flatten))  // inlines every call in the body, down to the last lambda
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4)));
 typedef float LanesInMemory __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
