@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from mdn.evaluation.needle.text import documentation_sentences, noise_sentence
 
 HAYSTACKS = ("noise", "documentation")
-KEYS = tuple(
-    """
-    amber anchor arrow basin beacon birch bottle branch bridge candle canyon cedar chalk clover cobalt copper
-    coral cotton crane desert ember fable falcon feather fern flint forest garden ginger glacier granite harbor
-    hazel heron island ivory jasmine kettle ladder lagoon lantern laurel lemon linen maple marble meadow mirror
-    needle nickel ocean olive orchid otter pebble pepper pillar planet plum quartz raven saddle silver tulip
-    """.split()
-)
+_KEY_WORDS = """
+amber anchor arrow basin beacon birch bottle branch bridge candle canyon cedar chalk clover cobalt copper
+coral cotton crane desert ember fable falcon feather fern flint forest garden ginger glacier granite harbor
+hazel heron island ivory jasmine kettle ladder lagoon lantern laurel lemon linen maple marble meadow mirror
+needle nickel ocean olive orchid otter pebble pepper pillar planet plum quartz raven saddle silver tulip
+"""
+KEYS = tuple(_KEY_WORDS.split())
 INSTRUCTION = "Some special magic numbers are hidden within the following text."
 NEEDLE = "One of the special magic numbers for {key} is: {value}."
 QUESTION = "The special magic number for {key} is:"
