@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
+Key = TypeVar("Key", bound=Hashable)
+
 
 def interleaved(
-    calls: dict[str, Callable[[], object]], repeats: int = 7, budget_seconds: float = 20.0, label: str = ""
-) -> dict[str, float]:
+    calls: dict[Key, Callable[[], object]], repeats: int = 7, budget_seconds: float = 20.0, label: str = ""
+) -> dict[Key, float]:
     """Least seconds per call of each, calling them in turn. Stops early when the budget is spent (two rounds at
     least)."""
     for call in calls.values():

@@ -124,7 +124,8 @@ def measure(mixers: Sequence[str], setting: Setting, repeats: int, budget_second
     models: dict[str, MomentumDeltaNetForCausalLM] = {}
     for name in names:
         torch.manual_seed(0)
-        models[name] = MomentumDeltaNetForCausalLM(equal_size_config(name, setting, target)).to(device)
+        model: Any = MomentumDeltaNetForCausalLM(equal_size_config(name, setting, target))
+        models[name] = model.to(device)
     rows = []
     for length in setting.lengths:
         batch = torch.randint(setting.vocab_size, (max(setting.tokens // length, 1), length), device=device)

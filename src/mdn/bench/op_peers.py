@@ -1,0 +1,182 @@
+"""What `mdn bench op` compares: our backends, other implementations of the same or a simpler rule, and their inputs.
+
+Every peer is one call of forward + backward on q, k [B, T, H, K], v [B, T, H, V] and gates [B, T, H]. A peer that
+cannot run here gives its reason instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdn.bench.paper_form import paper_chunk_momentum_delta_rule
+from mdn.ops import chunk_momentum_delta_rule, recurrent_momentum_delta_rule
+from mdn.ops.backends import why_not
+
+Inputs = dict[str, Any]  # tensors by argument name
+Forward = Callable[[Inputs], Tensor]
+
+OURS = "mdn torch"
+NATIVE = "mdn cpu (native)"
+PAPER = "paper's form, autograd"
+PAPER_SOLVE = "paper's form, autograd, LAPACK solve"
+FIRST_ORDER = "transformers GDN (first order)"
+FLA = "FLA 0.6 MDN"
+ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    time: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.time
+
+    def __str__(self) -> str:
+        return f"B{self.batch} T{self.time} H{self.heads} K{self.key_dim} V{self.value_dim}"
+
+    def flops(self, chunk: int = 64) -> float:
+        """Dense count of forward + backward of the rule, chunk-start states rebuilt, whoever runs it."""
+        pairs = self.tokens / chunk * self.heads
+        states = 40 * chunk * self.key_dim * self.value_dim
+        return pairs * (states + chunk**2 * (12 * self.value_dim + 16 * self.key_dim))
+
+
+def make_inputs(shape: Shape, seed: int = 0, largest_factor: float = 1.0) -> Inputs:
+    """Gates inside the layer's bounds, mu falling slower than alpha: there the paper's form keeps its digits too."""
+    generator = torch.Generator().manual_seed(seed)
+    B, T, H = shape.batch, shape.time, shape.heads
+
+    def uniform() -> Tensor:
+        return torch.rand(B, T, H, generator=generator)
+
+    eta = 2 * uniform()
+    angle = torch.atan(eta * (0.1 + uniform()) * largest_factor)
+    log_alpha = 2 * angle.cos().log()
+    inputs = {name: torch.randn(B, T, H, shape.key_dim, generator=generator) for name in ("q", "k")}
+    inputs["v"] = torch.randn(B, T, H, shape.value_dim, generator=generator)
+    gates = {"log_alpha": log_alpha, "log_mu": 0.2 * log_alpha, "beta": angle.sin().square(), "eta": eta}
+    return {name: x.requires_grad_() for name, x in (inputs | gates).items()}
+
+
+# ------------------------------------------------------------------------------------------------------ the peers
+
+
+def _ours(backend: str) -> Forward:
+    return lambda x: chunk_momentum_delta_rule(**x, backend=backend, check_gates=False)[0]
+
+
+def _paper(library_solve: bool) -> Forward:
+    return lambda x: paper_chunk_momentum_delta_rule(**x, library_solve=library_solve)
+
+
+def _first_order(x: Inputs) -> Tensor:
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    plain = inspect.unwrap(torch_chunk_gated_delta_rule)
+    return plain(x["q"], x["k"], x["v"], g=x["log_alpha"], beta=x["beta"], use_qk_l2norm_in_kernel=True)[0]
+
+
+def _fla(x: Inputs) -> Tensor:
+    from fla.ops.momentum_delta_rule import chunk_momentum_delta_rule as fla_rule
+
+    vectors = {name: x[name].bfloat16() for name in ("q", "k", "v")}
+    return fla_rule(**(x | vectors))[0].float()
+
+
+def _attention(x: Inputs) -> Tensor:
+    q, k, v = (x[name].transpose(1, 2) for name in ("q", "k", "v"))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+FORWARDS: dict[str, Forward] = {
+    OURS: _ours("torch"),
+    NATIVE: _ours("cpu"),
+    PAPER: _paper(library_solve=False),
+    PAPER_SOLVE: _paper(library_solve=True),
+    FIRST_ORDER: _first_order,
+    FLA: _fla,
+    ATTENTION: _attention,
+}
+
+
+def training_step(name: str, inputs: Inputs) -> Callable[[], None]:
+    """Forward and backward of a peer, gradients to everything it reads."""
+    forward = FORWARDS[name]
+    cotangent = torch.randn(inputs["v"].shape, generator=torch.Generator().manual_seed(1))
+
+    def step() -> None:
+        torch.autograd.grad(forward(inputs), list(inputs.values()), cotangent, allow_unused=True)
+
+    return step
+
+
+def runnable_peers() -> tuple[list[str], dict[str, str]]:
+    """Names that run on this machine, and the reasons of the others."""
+    small = make_inputs(Shape(1, 64, 1, 16, 16))
+    names, reasons = [], {}
+    for name in FORWARDS:
+        try:
+            training_step(name, small)()
+            names.append(name)
+        except Exception as error:  # whatever a foreign package raises is the reason to show
+            reasons[name] = " ".join(str(error).split())[:160] or type(error).__name__
+    if NATIVE in reasons:
+        reasons[NATIVE] = why_not("cpu", small["q"]) or reasons[NATIVE]
+    if FLA in reasons and not torch.cuda.is_available():
+        reasons[FLA] = f"needs a GPU with Triton, or is not installed ({reasons[FLA]})"
+    return names, reasons
+
+
+# ------------------------------------------------------------------------------------------------ correctness gate
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference over largest value; infinite when anything is NaN."""
+    difference = (found.double() - wanted.double()).abs().max().item()
+    return difference / wanted.abs().max().item() if difference == difference else float("inf")
+
+
+def _gradients(forward: Forward, inputs: Inputs) -> list[Tensor]:
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    o = forward(leaves)
+    cotangent = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype)
+    return [o.detach(), *torch.autograd.grad(o, list(leaves.values()), cotangent)]
+
+
+def check_correct(names: list[str]) -> dict[str, float]:
+    """Worst relative error of each peer on a small slice; raises RuntimeError if one computes something else.
+
+    Ours and the paper's form are held to the float64 recurrence (outputs to 2e-6 and gradients to 1e-5; 1e-3 for the
+    paper's form, which adds 1e-6 to beta). The first-order peer must equal our op without momentum.
+    """
+    inputs = make_inputs(Shape(1, 200, 2, 32, 48), seed=3)
+    exact = {name: x.double() for name, x in inputs.items()}
+    wanted = _gradients(lambda x: recurrent_momentum_delta_rule(**x)[0], exact)
+    errors: dict[str, float] = {}
+    for name in names:
+        if name in (ATTENTION, FLA):  # another function; bfloat16
+            continue
+        if name == FIRST_ORDER:
+            without = inputs | {"log_mu": torch.full_like(inputs["log_mu"], float("-inf"))}
+            ours = chunk_momentum_delta_rule(**without | {"eta": torch.ones_like(inputs["eta"])}, backend="torch")[0]
+            errors[name], bar = relative_error(_first_order(inputs), ours), 1e-5
+        else:
+            found = _gradients(FORWARDS[name], inputs)
+            output_bar, bar = (2e-6, 1e-5) if name in (OURS, NATIVE) else (1e-3, 1e-3)
+            every = [relative_error(x, y) for x, y in zip(found, wanted)]
+            errors[name] = max(every)
+            bar = bar if every[0] <= output_bar else 0.0
+        if not errors[name] <= bar:
+            raise RuntimeError(f"{name} is off by {errors[name]:.1e} from its definition; nothing is reported")
+    return errors

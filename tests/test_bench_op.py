@@ -1,0 +1,80 @@
+"""`mdn bench op`: what it prints and writes, and that a wrong peer stops it before any figure is shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mdn.bench import op, op_peers
+from mdn.bench.op_accuracy import accuracy_table
+from mdn.cli import main
+
+
+@pytest.fixture(scope="module")
+def quick_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    folder = tmp_path_factory.mktemp("bench")
+    arguments = ["bench", "op", "--quick", "--threads", "1", "--json", str(folder / "op.json")]
+    return main([*arguments, "--plot", str(folder / "op.png")]), folder
+
+
+def test_a_quick_run_writes_json_and_both_plots(quick_run: tuple[int, Path]) -> None:
+    code, folder = quick_run
+    assert code == 0
+    assert (folder / "op.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (folder / "op.svg").read_text()[:1000]
+    results = json.loads((folder / "op.json").read_text())
+    assert results["machine"]["threads"] == 1
+    for row in results["shapes"]:
+        assert row["seconds"][op_peers.OURS] > 0
+        assert row["times_faster_torch"][op_peers.OURS] == 1
+    assert {row["peer"] for row in results["packing"]} <= {op_peers.OURS, op_peers.NATIVE}
+
+
+def test_every_peer_has_a_time_or_a_reason(quick_run: tuple[int, Path]) -> None:
+    results = json.loads((quick_run[1] / "op.json").read_text())
+    assert set(results["shapes"][0]["seconds"]) | set(results["not_runnable"]) == set(op_peers.FORWARDS)
+    assert all(results["not_runnable"].values())
+    assert op_peers.PAPER in results["correctness"]
+    assert op_peers.FIRST_ORDER in results["correctness"]
+
+
+def test_a_wrong_result_stops_the_benchmark_before_any_figure(monkeypatch, capsys, tmp_path: Path) -> None:
+    right = op_peers.FORWARDS[op_peers.OURS]
+    monkeypatch.setitem(op_peers.FORWARDS, op_peers.OURS, lambda x: right(x) * 1.0001)
+    monkeypatch.setattr(op_peers, "runnable_peers", lambda: ([op_peers.OURS], {}))
+    code = main(["bench", "op", "--quick", "--json", str(tmp_path / "op.json")])
+    assert code == 1
+    printed = capsys.readouterr().out
+    assert "mdn torch is off by 1.0e-04 from its definition; nothing is reported" in printed
+    assert "ms" not in printed
+    assert not (tmp_path / "op.json").exists()
+
+
+def test_the_accuracy_table_shows_ours_exact_and_the_quotients_broken(capsys, tmp_path: Path) -> None:
+    rows = accuracy_table((-0.1, -20.0))
+    for row in rows:
+        assert row[op_peers.OURS] <= 2e-6
+    assert rows[0][op_peers.PAPER_SOLVE] < 1e-4
+    assert not rows[1][op_peers.PAPER_SOLVE] < 1e-2  # NaN counts as broken
+    assert main(["bench", "op", "--accuracy", "--json", str(tmp_path / "a.json")]) == 0
+    assert "-inf" in capsys.readouterr().out
+    assert json.loads((tmp_path / "a.json").read_text())["accuracy"][-1]["log_mu"] == "-inf"
+
+
+def test_flops_are_counted_as_four_and_nine_gigaflop_at_the_first_shape() -> None:
+    assert op.WIDE.flops() / 1e9 == pytest.approx(13.4, abs=0.15)
+
+
+def test_saved_bytes_at_the_head_sizes_of_the_bar_are_below_6000() -> None:
+    """q, k, v, R and four gates: (128 + 128 + 256 + 256 + 4) * 4 bytes."""
+    measured = op.saved_bytes(op_peers.OURS, op_peers.Shape(1, 128, 4, 128, 256))
+    assert measured == (128 + 128 + 256 + 256 + 4) * 4
+
+
+def test_bad_arguments_are_one_line_and_exit_code_2(capsys) -> None:
+    assert main(["bench", "op", "--threads", "0"]) == 2
+    assert capsys.readouterr().err == "mdn: error: --threads must be at least 1, got 0\n"
+    assert main(["bench", "op", "--accuracy", "--plot", "x.png"]) == 2
+    assert "--plot draws times" in capsys.readouterr().err
