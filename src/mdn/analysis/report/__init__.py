@@ -1,0 +1,1 @@
+"""`mdn report`: everything found in run folders on one self-contained page, with a spectral explorer."""

@@ -1,0 +1,34 @@
+"""`mdn report RUNS... --out page.html`: one self-contained page from run folders."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+HELP = "one self-contained page (no network) with everything found in run folders, and a spectral explorer"
+EXAMPLE = "mdn report runs/demo runs/ablate --out page.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders or result files")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the HTML file to write")
+    parser.add_argument("--title", default="Momentum DeltaNet: runs", help="heading of the page")
+
+
+def run(args: argparse.Namespace) -> None:
+    from mdn.analysis.report.collect import collect
+    from mdn.analysis.report.page import build_page
+    from mdn.plots import command_line
+    from mdn.training.files import write_atomically
+
+    if args.out.suffix not in (".html", ".htm"):
+        raise ValueError(f"--out must be an .html file, got {args.out}")
+    found = collect(args.runs)
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    page = build_page(found, args.title, command_line(), date)
+    write_atomically(args.out, page.encode())
+    print(
+        f"{args.out}: {len(found.runs)} training runs, {len(found.results)} result files, {len(found.figures)} figures"
+        f", {len(page) / 1e6:.1f} MB; {len(found.unused)} files not used"
+    )

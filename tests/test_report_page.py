@@ -1,0 +1,163 @@
+"""The report page without a browser: what it holds, that it asks for nothing, and the explorer's own arithmetic.
+
+The browser's part is tests/test_report_browser.py (marked slow, needs Chromium).
+"""
+
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+
+from mdn.analysis.report.page import asset
+from mdn.analysis.spectrum import transition_matrix
+from mdn.cli import main
+from mdn.ops import recurrent_momentum_delta_rule
+from report_case import make_runs
+
+
+class Elements(HTMLParser):
+    """All elements with their attributes, the text, and whether tags close in order."""
+
+    EMPTY = frozenset(("meta", "link", "input", "img", "br"))
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.open, self.text = [], [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    out = folder / "page.html"
+    assert main(["report", str(make_runs(folder)), "--out", str(out)]) == 0
+    return out.read_text()
+
+
+def test_the_page_holds_runs_results_and_figures_with_their_commands(page):
+    elements = Elements(page)
+    assert elements.open == []
+    for words in ("runs/tiny", "momentum_deltanet", "12,345", "0.720", "unconstrained momentum", "mdn draw --a-line"):
+        assert words in elements.text
+    assert "mdn <spectra>" in elements.text  # escaped in the source, the same words for the reader
+    assert "odd.json: not a result file" in elements.text
+    assert "config.json" not in elements.text
+
+
+def test_the_page_refers_to_nothing_outside_itself(page):
+    for tag, attributes in Elements(page).found:
+        for name in ("src", "href", "action", "data", "srcset"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:")), (tag, name, value)
+    assert "url(" not in page
+    assert "@import" not in page
+    assert not re.search(r"\b(fetch|XMLHttpRequest|import|WebSocket|sendBeacon)\s*\(", page)
+    assert "default-src 'none'" in page
+
+
+def test_every_control_has_a_label_and_every_link_a_target(page):
+    found = Elements(page).found
+    ids = [attributes["id"] for _, attributes in found if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    labelled = {attributes.get("for") for tag, attributes in found if tag == "label"}
+    controls = [attributes["id"] for tag, attributes in found if tag == "input"]
+    assert sorted(controls) == ["alpha", "beta", "eta", "mu"]
+    assert set(controls) <= labelled
+    for tag, attributes in found:
+        if tag == "a":
+            assert attributes["href"].removeprefix("#") in ids
+        if tag in ("svg", "img"):
+            assert attributes.get("aria-label") or attributes.get("alt")
+    for name in re.findall(r'byId\("([\w-]+)"\)', page):
+        assert name in ids
+
+
+# ------------------------------------------------------------------------------------- the explorer's own arithmetic
+
+
+def explorer_functions():
+    """The functions between the marks of explorer.js, as Python. They are plain arithmetic, so that few words change."""
+    source = re.search(r"// <maths>\n(.*?)// </maths>", asset("explorer.js"), re.DOTALL)[1]
+    lines = []
+    for line in source.splitlines():
+        line = re.sub(r"^function (\w+\(.*\)) \{$", r"def \1:", line)
+        line = re.sub(r"^(\s+)const ", r"\1", line)
+        lines.append("" if line == "}" else line.rstrip(";"))
+    text = "\n".join(lines).replace("Math.sqrt", "sqrt").replace("Math.max", "max")
+    assert not re.search(r"[{}?]|Math|let |=>", text), text
+    names = {"sqrt": math.sqrt, "max": max}
+    exec(text, names)
+    return names["pairEigenvalues"], names["stepWeight"]
+
+
+def test_the_explorers_eigenvalues_are_those_of_the_full_transition():
+    pair_eigenvalues, _ = explorer_functions()
+    rng = np.random.default_rng(0)
+    key = rng.normal(size=3)
+    key /= np.linalg.norm(key)
+    for _ in range(100):
+        alpha, beta, mu = rng.uniform(0, 1, 3)
+        eta = rng.uniform(0, 2)
+        real1, imaginary1, real2, imaginary2 = pair_eigenvalues(alpha, beta, mu, eta)
+        expected = [alpha, alpha, mu, mu, complex(real1, imaginary1), complex(real2, imaginary2)]
+        found = np.linalg.eigvals(transition_matrix(alpha, beta, mu, eta, key))
+        np.testing.assert_allclose(np.poly(found), np.poly(expected), atol=1e-12)
+
+
+@pytest.mark.parametrize("feedback", [0, 1])
+def test_the_explorers_response_is_the_float64_recurrence_after_one_write(feedback):
+    _, step = explorer_functions()
+    gates = (0.95, 0.4, 0.85, 1.3)
+    steps = 12
+    first, second = torch.eye(2, dtype=torch.float64)
+    keys = torch.stack([first] + [first if feedback else second] * (steps - 1)).view(1, steps, 1, 2)
+    values = torch.zeros(1, steps, 1, 1, dtype=torch.float64)
+    values[0, 0] = 1
+    queries = first.expand(1, steps, 1, 2)
+    alpha, beta, mu, eta = (torch.full((1, steps, 1), gate, dtype=torch.float64) for gate in gates)
+    expected, _ = recurrent_momentum_delta_rule(
+        *(queries, keys, values, alpha.log(), mu.log(), None, beta, eta), scale=1.0, use_qk_l2norm_in_kernel=False
+    )
+    weight = momentum = 0.0
+    for t in range(steps):
+        weight, momentum = step(weight, momentum, *gates, 1.0 if t == 0 else 0.0, feedback)
+        assert weight == pytest.approx(expected[0, t, 0, 0].item(), abs=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_bad_input_to_report_is_one_line_and_nothing_is_written(tmp_path, capsys):
+    out = tmp_path / "page.html"
+    (tmp_path / "empty").mkdir()
+    for arguments, message in (
+        ([str(tmp_path / "nowhere")], "no run folder"),
+        ([str(tmp_path / "empty")], "nothing to report"),
+    ):
+        assert main(["report", *arguments, "--out", str(out)]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.txt")]) == 2
+    assert "--out must be an .html file" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_torn_result_file_is_listed_and_does_not_stop_the_page(tmp_path):
+    runs = make_runs(tmp_path)
+    (runs / "torn.json").write_text('{"kind": "spec')
+    out = tmp_path / "page.html"
+    assert main(["report", str(runs), "--out", str(out)]) == 0
+    assert "torn.json: not JSON" in out.read_text()
