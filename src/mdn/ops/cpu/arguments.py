@@ -23,14 +23,15 @@ class Options(Protocol):
 
 def values(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """``x`` contiguous in ``dtype``; its shape must be ``shape``."""
+    if x.shape == shape and x.dtype is dtype and x.is_cpu and x.is_contiguous():
+        return x  # the usual case, kept short: a decode step comes here nine times
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
     if x.dtype == torch.float64:
         raise ValueError(f"{name} must be float32 or bfloat16 for the native CPU kernel, got float64")
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         raise ValueError(f"{name} must be a CPU tensor for the native CPU kernel, got one on {x.device}")
-    x = x.detach()
-    return x if x.dtype == dtype and x.is_contiguous() else x.to(dtype).contiguous()
+    return x.detach().to(dtype).contiguous()
 
 
 def optional_values(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:

@@ -3,7 +3,7 @@
 // Per chunk, with S, M the states before it, dS, dM the gradients of the states after it, W, A, gates as in forward.cpp:
 //     dR = W^T dO + diag(write_state) K dS + diag(write_momentum) K dM;       (I + A)^T dU = dR;       dV = dU
 //     dQ = diag(abar) dO S^T - diag(b) dO M^T + ...                  dP = -diag(abar_prev) dU S^T + diag(b_prev) dU M^T + ...
-//     dK = diag(write_state) R dS^T + diag(write_momentum) R dM^T + ...      "...": through W and A (backward_chunk.h)
+//     dK = diag(write_state) R dS^T + diag(write_momentum) R dM^T + ...      "...": through W and A (through_keys)
 //     dS <- abar_C dS + Q^T diag(abar) dO - P^T diag(abar_prev) dU
 //     dM <- mbar_C dM - b_C dS - Q^T diag(b) dO + P^T diag(b_prev) dU
 // Gradients of q, k, p are built transposed, [K, C]: then both operands of every product above are read as they lie in memory, and

@@ -1,6 +1,6 @@
 // What the forward and the backward pass both need of one chunk: normalised keys, gate coefficients, masked products.
 //
-// Letters as in docs/mathematics: C rows (tokens of the chunk, padded to a multiple of 16), K key dim. A padding row has
+// Letters as in docs/architecture.md: C rows (tokens of the chunk, padded to a multiple of 16), K key dim. A padding row has
 // k = p = q = v = 0, alpha = mu = 1, beta = eta = 0 and so changes nothing.
 #pragma once
 
