@@ -8,29 +8,8 @@ and goes back through Gamma = L_alpha diag(beta) L_mu, b = L_alpha (beta mbar) a
 import triton
 import triton.language as tl
 
-from mdn.ops.triton.blocks import load_gate, load_tile, locate_chunk, product, store_gate
-
-
-@triton.jit
-def decay_mask(log_gate, C: tl.constexpr):
-    """L[i, j] = product of the gates j+1..i, zero above the diagonal.
-
-    Each column sums its own segment of logs. A difference of two cumulative sums would turn -inf into NaN and let one
-    tiny gate spoil its neighbours.
-    """
-    rows = tl.arange(0, C)[:, None]
-    columns = tl.arange(0, C)[None, :]
-    segments = tl.cumsum(tl.where(rows > columns, log_gate[:, None], 0.0), axis=0)
-    return tl.where(rows >= columns, tl.exp(segments), 0.0)
-
-
-@triton.jit
-def decay_mask_backward(weighted, C: tl.constexpr):
-    """Gradient [C] of the logs from weighted = dL * L: gate l takes part in every segment with j < l <= i."""
-    rows = tl.arange(0, C)[:, None]
-    columns = tl.arange(0, C)[None, :]
-    from_row_on = tl.cumsum(weighted, axis=0, reverse=True)
-    return tl.sum(tl.where(columns < rows, from_row_on, 0.0), axis=1)
+from mdn.ops.triton.blocks import load_gate, load_tile, locate_chunk, store_gate
+from mdn.ops.triton.decays import decay_mask, decay_mask_backward, mask_transposed_times, times_mask_transposed
 
 
 @triton.jit
@@ -71,10 +50,10 @@ def backward_gates_kernel(
     d_gamma_tile += tl.where(at_end[:, None], last_gamma[None, :], 0.0)
 
     # Through the right factor of Gamma: beta and the mu mask.
-    alpha_mask = decay_mask(log_alpha_rows, C)
-    through_alpha = product(tl.trans(alpha_mask), d_gamma_tile, PRECISION, COMPUTE)
+    alpha_mask, alpha_blocks, alpha_in = decay_mask(log_alpha_rows, C, COMPUTE)
+    through_alpha = mask_transposed_times(alpha_blocks, alpha_in, d_gamma_tile, C, PRECISION, COMPUTE)
     b_through_alpha = tl.sum(alpha_mask * d_b[:, None], axis=0)
-    mu_mask = decay_mask(log_mu_rows, C)
+    mu_mask, mu_blocks, mu_in = decay_mask(log_mu_rows, C, COMPUTE)
     d_beta = tl.sum(through_alpha * mu_mask, axis=1) + b_through_alpha * mbar
     store_gate(dbeta, d_beta, first, left, head, HV, C)
     d_mbar = beta_rows * b_through_alpha + tl.where(at_end, tl.load(overlap + 2), 0.0)
@@ -84,8 +63,8 @@ def backward_gates_kernel(
     store_gate(dlog_mu, d_log_mu, first, left, head, HV, C)
 
     # Through the left factor: the alpha mask.
-    d_alpha_mask = product(d_gamma_tile, tl.trans(beta_rows[:, None] * mu_mask), PRECISION, COMPUTE)
-    d_alpha_mask += d_b[:, None] * (beta_rows * mbar)[None, :]
+    d_alpha_mask = times_mask_transposed(d_gamma_tile, mu_blocks, mu_in, C, PRECISION, COMPUTE)
+    d_alpha_mask = (d_alpha_mask + d_b[:, None] * mbar[None, :]) * beta_rows[None, :]
     abar = tl.exp(tl.cumsum(log_alpha_rows, axis=0))
     d_abar = load_gate(sums, first, left, head, HV, C, COMPUTE) + tl.where(at_end, tl.load(overlap), 0.0)
     d_log_alpha = load_gate(sums + 4 * plane, first, left, head, HV, C, COMPUTE)

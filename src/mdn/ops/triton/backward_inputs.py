@@ -23,7 +23,6 @@ from mdn.ops.triton.blocks import (
     state_offsets,
     store_gate,
     store_tile,
-    tile_offsets,
 )
 
 
@@ -81,11 +80,36 @@ def store_overlaps(
 
 
 @triton.jit
-def load_p_weights(p_weights, first, left, head, heads, C: tl.constexpr):
-    """The overlaps' weights of a chunk; its first row was never written (no earlier token to overlap with)."""
-    offsets, mask = tile_offsets(left, 0, heads, C, C, C)
-    mask = mask & (tl.arange(0, C) > 0)[:, None]
-    return tl.load(p_weights + (first * heads + head) * C + offsets, mask=mask, other=0.0)
+def add_weighted_rows(
+    total,
+    weights,
+    rows,
+    eta,
+    first,
+    left,
+    head,
+    HV: tl.constexpr,
+    key_head,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """total + weights diag(eta) rows, or total + weights^T rows; 16 tokens at a time to keep operands small."""
+    for token in range(0, C, 16):
+        row_tile = load_tile(rows, first + token, left - token, key_head, H, 0, K, 16, BK)
+        if TRANSPOSED:
+            tile = load_tile(weights, first + token, left - token, head, HV, 0, C, 16, C)
+            total = add_product(total, tl.trans(tile), row_tile, PRECISION, COMPUTE)
+        else:
+            tile = load_tile(weights, first, left, head, HV, token, C, C, 16)
+            factor = load_gate(eta, first + token, left - token, head, HV, 16, COMPUTE)
+            tile = (tile * factor[None, :]).to(row_tile.dtype)
+            total = add_product(total, tile, row_tile, PRECISION, COMPUTE)
+    return total
 
 
 @triton.jit
@@ -129,15 +153,16 @@ def backward_inputs_kernel(
 ):
     key_head = tl.program_id(1)
     first, left, row = locate_chunk(tl.program_id(0), chunk_indices, cu_seqlens, time, C, PACKED)
-    dtype: tl.constexpr = q.dtype.element_ty
     q_tile = load_tile(q, first, left, key_head, H, 0, K, C, BK)
     k_tile = load_tile(k, first, left, key_head, H, 0, K, C, BK)
     q_factor = inverse_norm(q_tile, L2NORM, C, COMPUTE)
     k_factor = inverse_norm(k_tile, L2NORM, C, COMPUTE)
     if p is None:
+        probe = k
         p_tile = k_tile
         p_norm = k_factor
     else:
+        probe = p
         p_tile = load_tile(p, first, left, key_head, H, 0, K, C, BK)
         p_norm = inverse_norm(p_tile, L2NORM, C, COMPUTE)
     # Each is the normalising factor times the gradient of the normalised rows, summed over the value heads.
@@ -160,9 +185,9 @@ def backward_inputs_kernel(
         through = read_state(grad_o, m_state, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
         d_b = -q_factor * scale * tl.sum(through * q_tile, axis=1)
         q_gradient -= of_m[:, None] * through
-        weights = load_tile(q_weights, first, left, head, HV, 0, C, C, C)
-        weighted = (weights * eta_rows[None, :]).to(dtype)
-        q_gradient = add_product(q_gradient, weighted, k_tile, PRECISION, COMPUTE)
+        q_gradient = add_weighted_rows(
+            q_gradient, q_weights, k, eta, first, left, head, HV, key_head, H, K, C, BK, False, PRECISION, COMPUTE
+        )
 
         # The prediction errors read the states one row earlier.
         p_factor = p_norm
@@ -175,9 +200,9 @@ def backward_inputs_kernel(
         through = read_state(dv, m_state, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
         d_b += following(p_factor * tl.sum(through * p_tile, axis=1), C)
         p_part += of_m[:, None] * through
-        weights = load_p_weights(p_weights, first, left, head, HV, C)
-        weighted = (weights * eta_rows[None, :]).to(dtype)
-        p_part = add_product(p_part, weighted, k_tile, PRECISION, COMPUTE)
+        p_part = add_weighted_rows(
+            p_part, p_weights, k, eta, first, left, head, HV, key_head, H, K, C, BK, False, PRECISION, COMPUTE
+        )
         store_gate(sums, d_abar, first, left, head, HV, C)
         store_gate(sums + plane, d_b, first, left, head, HV, C)
         if P_TIMES_ALPHA:
@@ -199,10 +224,12 @@ def backward_inputs_kernel(
         d_last_mu = -k_factor * eta_rows * tl.sum(through * k_tile, axis=1)
         store_gate(sums + 3 * plane, d_last_mu, first, left, head, HV, C)
         k_part -= of_m[:, None] * through
-        weights = load_tile(q_weights, first, left, head, HV, 0, C, C, C)
-        k_part = add_product(k_part, tl.trans(weights), q_tile, PRECISION, COMPUTE)
-        weights = load_p_weights(p_weights, first, left, head, HV, C)
-        k_part = add_product(k_part, tl.trans(weights), p_tile, PRECISION, COMPUTE)
+        k_part = add_weighted_rows(
+            k_part, q_weights, q, eta, first, left, head, HV, key_head, H, K, C, BK, True, PRECISION, COMPUTE
+        )
+        k_part = add_weighted_rows(
+            k_part, p_weights, probe, eta, first, left, head, HV, key_head, H, K, C, BK, True, PRECISION, COMPUTE
+        )
         store_gate(deta, tl.sum(k_part * k_tile, axis=1), first, left, head, HV, C)
         k_gradient += eta_rows[:, None] * k_part
 

@@ -139,6 +139,34 @@ def add_product(total, a, b, PRECISION: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
+def similarity(
+    x,
+    y,
+    x_first,
+    x_left,
+    first,
+    left,
+    head,
+    heads,
+    WIDTH: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """x y^T [C, C] of two [tokens, heads, WIDTH] tensors; x may begin at another token.
+
+    In slices of the width: an operand of a whole [C, WIDTH] tile would take half of the registers.
+    """
+    total = tl.zeros([C, C], COMPUTE)
+    for column in range(0, WIDTH, BLOCK):
+        x_tile = load_tile(x, x_first, x_left, head, heads, column, WIDTH, C, BLOCK)
+        y_tile = load_tile(y, first, left, head, heads, column, WIDTH, C, BLOCK)
+        total = add_product(total, x_tile, tl.trans(y_tile), PRECISION, COMPUTE)
+    return total
+
+
+@triton.jit
 def inverse_norm(tile, L2NORM: tl.constexpr, C: tl.constexpr, COMPUTE: tl.constexpr):
     """The factor [C] that normalises each row; applied after products, so that their operands stay as given."""
     if L2NORM:

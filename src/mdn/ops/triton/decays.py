@@ -108,6 +108,72 @@ def assemble(blocks, abar_in, b_in, x_rows, y_rows, C: tl.constexpr):
 
 
 @triton.jit
+def decay_mask(log_gate, C: tl.constexpr, COMPUTE: tl.constexpr):
+    """A whole mask L [C, C], with its parts: blocks [C / 16, 16, 16] and products from block starts [C / 16, 16]."""
+    BLOCKS: tl.constexpr = C // 16
+    block = tl.arange(0, BLOCKS)
+    own_block = tl.arange(0, C) // 16
+    blocks = block_decays(log_gate, C)
+    in_block = tl.exp(tl.cumsum(tl.reshape(log_gate, [BLOCKS, 16]), axis=1))
+    ends = tl.reshape(block_ends(blocks), [C])
+    totals = block_ends(in_block)
+    row = tl.zeros([C], COMPUTE)
+    rows = tl.zeros([BLOCKS, C], COMPUTE)
+    for r in tl.static_range(BLOCKS):
+        rows = tl.where(block[:, None] == r, row[None, :], rows)
+        total = tl.sum(tl.where(block == r, totals, 0.0), axis=0)
+        row = tl.where(own_block == r, ends, total * row)
+    mask = spread_blocks(blocks, C) + tl.reshape(in_block[:, :, None] * rows[:, None, :], [C, C])
+    return mask, blocks, in_block
+
+
+@triton.jit
+def mask_transposed_times(blocks, in_block, matrix, C: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr):
+    """L^T matrix [C, C]: a product inside blocks; rows below reach a block through their sum at its end."""
+    BLOCKS: tl.constexpr = C // 16
+    block = tl.arange(0, BLOCKS)
+    stacked = tl.reshape(matrix, [BLOCKS, 16, C])
+    inside = block_product(tl.permute(blocks, [0, 2, 1]), stacked, PRECISION, COMPUTE)
+    sums = tl.sum(in_block[:, :, None] * stacked, axis=1)
+    totals = block_ends(in_block)
+    below = tl.zeros([C], COMPUTE)
+    handed = tl.zeros([BLOCKS, C], COMPUTE)
+    for step in tl.static_range(BLOCKS):
+        r = BLOCKS - 1 - step
+        handed = tl.where(block[:, None] == r, below[None, :], handed)
+        total = tl.sum(tl.where(block == r, totals, 0.0), axis=0)
+        below = tl.sum(tl.where(block[:, None] == r, sums, 0.0), axis=0) + total * below
+    return tl.reshape(inside + block_ends(blocks)[:, :, None] * handed[:, None, :], [C, C])
+
+
+@triton.jit
+def times_mask_transposed(matrix, blocks, in_block, C: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr):
+    """matrix L^T [C, C], in the same way by columns."""
+    BLOCKS: tl.constexpr = C // 16
+    block = tl.arange(0, BLOCKS)
+    columns = tl.reshape(matrix, [C, BLOCKS, 16])
+    inside = block_product(tl.permute(columns, [1, 0, 2]), tl.permute(blocks, [0, 2, 1]), PRECISION, COMPUTE)
+    sums = tl.sum(columns * block_ends(blocks)[None, :, :], axis=2)
+    totals = block_ends(in_block)
+    before = tl.zeros([C], COMPUTE)
+    handed = tl.zeros([C, BLOCKS], COMPUTE)
+    for r in tl.static_range(BLOCKS):
+        handed = tl.where(block[None, :] == r, before[:, None], handed)
+        total = tl.sum(tl.where(block == r, totals, 0.0), axis=0)
+        before = tl.sum(tl.where(block[None, :] == r, sums, 0.0), axis=1) + total * before
+    return tl.reshape(tl.permute(inside, [1, 0, 2]) + handed[:, :, None] * in_block[None, :, :], [C, C])
+
+
+@triton.jit
+def decay_mask_backward(weighted, C: tl.constexpr):
+    """Gradient [C] of the logs from weighted = dL * L: gate l takes part in every segment with j < l <= i."""
+    rows = tl.arange(0, C)[:, None]
+    columns = tl.arange(0, C)[None, :]
+    from_row_on = tl.cumsum(weighted, axis=0, reverse=True)
+    return tl.sum(tl.where(columns < rows, from_row_on, 0.0), axis=1)
+
+
+@triton.jit
 def unit_lower_inverse(strict, C: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr):
     """(I + strict)^-1 for a strictly lower triangular [C, C] matrix.
 

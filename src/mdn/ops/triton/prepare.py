@@ -12,7 +12,7 @@ Alpha, eta, the scale and the L2 norms are all inside these coefficients: later 
 import triton
 import triton.language as tl
 
-from mdn.ops.triton.blocks import inverse_norm, load_gate, load_tile, locate_chunk, product, store_gate, store_tile
+from mdn.ops.triton.blocks import inverse_norm, load_gate, load_tile, locate_chunk, similarity, store_gate, store_tile
 from mdn.ops.triton.decays import (
     assemble,
     block_decays,
@@ -104,15 +104,13 @@ def prepare_kernel(
     tl.store(decay + 1, b_total)
     tl.store(decay + 2, mbar_total)
 
-    k_tile = load_tile(k, first, left, key_head, H, 0, K, C, BK)
-    k_factor = inverse_norm(k_tile, L2NORM, C, COMPUTE)
+    k_factor = inverse_norm(load_tile(k, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE)
     write_factor = k_factor * load_gate(eta, first, left, head, HV, C, COMPUTE)
     write_s = write_factor * last_gamma
     store_coefficients(coefficients, 2, write_s, write_factor * last_mu, first, left, head, HV, plane, C)
     store_coefficients(coefficients, 3, k_factor * last_gamma, k_factor * last_mu, first, left, head, HV, plane, C)
 
-    q_tile = load_tile(q, first, left, key_head, H, 0, K, C, BK)
-    q_factor = inverse_norm(q_tile, L2NORM, C, COMPUTE) * scale
+    q_factor = inverse_norm(load_tile(q, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE) * scale
     abar_rows = tl.reshape(abar_in * abar[:, None], [C])
     b_rows = tl.reshape(abar_in * b[:, None] + b_in * mbar[:, None], [C])
     store_coefficients(coefficients, 1, q_factor * abar_rows, q_factor * b_rows, first, left, head, HV, plane, C)
@@ -120,15 +118,15 @@ def prepare_kernel(
     if gamma is not None:
         store_tile(gamma, gamma_tile, first, left, head, HV, 0, C, C, C)
     weighted = gamma_tile * q_factor[:, None] * write_factor[None, :]
-    weighted *= product(q_tile, tl.trans(k_tile), PRECISION, COMPUTE)
+    weighted *= similarity(q, k, first, left, first, left, key_head, H, K, C, 16, PRECISION, COMPUTE)
     store_tile(scores, weighted, first, left, head, HV, 0, C, C, C)
 
     if p is None:
-        p_tile = k_tile
+        probe = k
         p_factor = k_factor
     else:
-        p_tile = load_tile(p, first, left, key_head, H, 0, K, C, BK)
-        p_factor = inverse_norm(p_tile, L2NORM, C, COMPUTE)
+        probe = p
+        p_factor = inverse_norm(load_tile(p, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE)
     if P_TIMES_ALPHA:
         p_factor = p_factor * tl.exp(log_alpha_rows)
     abar_rows = tl.reshape(abar_earlier * abar[:, None], [C])
@@ -136,6 +134,6 @@ def prepare_kernel(
     store_coefficients(coefficients, 0, p_factor * abar_rows, p_factor * b_rows, first, left, head, HV, plane, C)
     overlap = assemble(earlier_gamma, abar_earlier, b_earlier, x_rows, y_rows, C)
     overlap *= p_factor[:, None] * write_factor[None, :]
-    overlap *= product(p_tile, tl.trans(k_tile), PRECISION, COMPUTE)
+    overlap *= similarity(probe, k, first, left, first, left, key_head, H, K, C, 16, PRECISION, COMPUTE)
     solved = unit_lower_inverse(overlap, C, PRECISION, COMPUTE)
     store_tile(inverse, solved, first, left, head, HV, 0, C, C, C)
