@@ -94,7 +94,9 @@ def test_skipping_ends_when_every_step_is_bad(tmp_path: Path, monkeypatch: pytes
     original = trainer.RecipeTrainer.training_step
 
     def training_step(self, model, inputs, count=None):
-        return original(self, model, inputs, count) * math.nan
+        loss = original(self, model, inputs, count)
+        model.lm_head.weight.grad[0, 0] = math.nan
+        return loss
 
     monkeypatch.setattr(trainer.RecipeTrainer, "training_step", training_step)
     training = {"non_finite": "skip", "max_skipped_steps": 2}
