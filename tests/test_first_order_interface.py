@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from first_order_cases import RULES, VECTOR, arguments, chunk, random_state
-from mdn.ops import first_order
+from mdn.ops import SequenceBoundaries, first_order
 from mdn.ops.l2norm import l2norm
 
 
@@ -38,6 +38,33 @@ def test_a_named_backend_that_cannot_work_says_why(rule):
     if rule in VECTOR:
         with pytest.raises(ValueError, match="backend='cpu' cannot be used here"):
             chunk(rule)(**tensors, backend="cpu")
+
+
+@pytest.mark.parametrize("backend", ["fla", "auto"])
+@pytest.mark.parametrize("rule", RULES)
+def test_on_a_gpu_the_kernels_of_fla_get_the_arguments_by_their_names(rule, backend, monkeypatch):
+    """Without a GPU: the check of the device is switched off, and FLA's function replaced by one that notes the call."""
+    module = importlib.import_module(f"fla.ops.{rule}")
+    signature, calls = inspect.signature(inspect.unwrap(getattr(module, f"chunk_{rule}"))), []
+
+    def kernel(*args, **kwargs):
+        calls.append(signature.bind(*args, **kwargs).arguments)
+        return "output", "state"
+
+    monkeypatch.setattr(module, f"chunk_{rule}", kernel)
+    monkeypatch.setattr("mdn.ops.first_order.backend._why_not_fla", lambda x: None)
+    tensors, boundaries = arguments(rule, B=1, T=9, HV=4), SequenceBoundaries.from_lengths([4, 5])
+    state = random_state(rule, 2, HV=4)
+    options = {"scale": 0.3, "initial_state": state, "output_final_state": True, "cu_seqlens": boundaries}
+    assert chunk(rule)(**tensors, **options, backend=backend) == ("output", "state")
+    (call,) = calls
+    assert call["scale"] == 0.3
+    assert call["initial_state"] is state
+    assert call["cu_seqlens"] is boundaries.cu_seqlens
+    grouped_in_fla = rule in ("gated_delta_rule", "comba", "kda")
+    for name, tensor in tensors.items():
+        repeats = tensor.shape[2] < 4 and not grouped_in_fla
+        assert torch.equal(call[name], tensor.repeat_interleave(2, 2) if repeats else tensor), name
 
 
 def test_importing_the_rules_brings_neither_fla_nor_triton_nor_transformers():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,11 @@ from torch import Tensor
 from mdn.ops.backends import backend_module, why_not
 from mdn.ops.boundaries import SequenceBoundaries
 
+from .inputs import expand_heads
+
 BACKENDS = ("auto", "torch", "cpu", "fla")
+GROUPED_IN_FLA = ("gated_delta_rule", "comba", "kda")
+"""the rules whose kernels know value heads that share a key head"""
 
 
 def choose_backend(x: Tensor, backend: str, native: bool = True) -> str:
@@ -59,10 +64,20 @@ def native_kernel() -> ModuleType:
 
 
 def call_fla(
-    module: str, function: str, *args: Any, cu_seqlens: Tensor | SequenceBoundaries | None, **options: Any
+    rule: str,
+    tensors: Mapping[str, Any],
+    scale: float | None,
+    initial_state: Any,
+    output_final_state: bool,
+    cu_seqlens: Tensor | SequenceBoundaries | None,
+    **options: Any,
 ) -> Any:
-    """Call FLA's function of the same name; imported only now, because it brings Triton with it."""
+    """Call FLA's `chunk_<rule>` by argument names; imported only now, because it brings Triton with it."""
     if isinstance(cu_seqlens, SequenceBoundaries):
         cu_seqlens = cu_seqlens.cu_seqlens
-    compute = getattr(importlib.import_module(f"fla.ops.{module}"), function)
-    return compute(*args, cu_seqlens=cu_seqlens, **options)
+    if rule not in GROUPED_IN_FLA:
+        heads = tensors["v"].shape[2]
+        tensors = {name: expand_heads(x, heads) if name in ("q", "r", "k") else x for name, x in tensors.items()}
+    state = {"scale": scale, "initial_state": initial_state, "output_final_state": output_final_state}
+    compute = getattr(importlib.import_module(f"fla.ops.{rule}"), f"chunk_{rule}")
+    return compute(**tensors, **state, cu_seqlens=cu_seqlens, **options)

@@ -6,8 +6,6 @@ S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T. The error is read b
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
@@ -32,17 +30,18 @@ def chunk_comba(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | SequenceBoundaries | None = None,
     *,
-    state_v_first: bool = False,
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs `[B, T, HV, V]`; p `[B, T, H, K]` (None: k), g and beta `[B, T, HV]` (None: no decay, ones)."""
     backend = choose_backend(q, backend)
     if backend == "fla":
-        state: dict[str, Any] = {"initial_state": initial_state, "output_final_state": output_final_state}
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        return call_fla("comba", "chunk_comba", q, k, v, k if p is None else p, g, beta, scale, **state, **options)
-    inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
+        tensors = {"q": q, "k": k, "v": v, "p": k if p is None else p}
+        tensors["g"] = v.new_zeros(v.shape[:3]) if g is None else g
+        tensors["beta"] = v.new_ones(v.shape[:3]) if beta is None else beta
+        state = initial_state, output_final_state, cu_seqlens
+        return call_fla("comba", tensors, scale, *state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel)
     return inputs.finish(
         *chunk_scalar_decay(inputs, *closed_loop(inputs, p, g, beta), chunk_size, backend), output_final_state
     )
@@ -60,11 +59,9 @@ def recurrent_comba(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | SequenceBoundaries | None = None,
-    *,
-    state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The definition, token by token."""
-    inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
+    inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel)
     return inputs.finish(*recurrent_scalar_decay(inputs, *closed_loop(inputs, p, g, beta)), output_final_state)
 
 

@@ -28,10 +28,12 @@ def chunk_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs `[B, T, HV, V]`; beta is `[B, T, HV]`."""
     backend = choose_backend(q, backend)
-    state = initial_state, output_final_state, use_qk_l2norm_in_kernel
     if backend == "fla":
-        return call_fla("delta_rule", "chunk_delta_rule", q, k, v, beta, scale, *state, cu_seqlens=cu_seqlens)
+        before = scale, initial_state, output_final_state, cu_seqlens
+        tensors = {"q": q, "k": k, "v": v, "beta": beta}
+        return call_fla("delta_rule", tensors, *before, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "backend": backend}
+    state = initial_state, output_final_state, use_qk_l2norm_in_kernel
     return chunk_gated_delta_rule(q, k, v, None, beta, scale, *state, **options)
 
 

@@ -51,12 +51,10 @@ def chunk_gated_delta_rule(
     strength = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     backend = choose_backend(q, backend)
     if backend == "fla":
-        state: dict[str, Any] = {"initial_state": initial_state, "output_final_state": output_final_state}
+        tensors = {"q": q, "k": k, "v": v, "g": v.new_zeros(v.shape[:3]) if g is None else g, "beta": strength}
+        state = initial_state, output_final_state, cu_seqlens
         options: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "state_v_first": state_v_first}
-        function = "chunk_gated_delta_rule"
-        return call_fla(
-            "gated_delta_rule", function, q, k, v, g, strength, scale, cu_seqlens=cu_seqlens, **state, **options
-        )
+        return call_fla("gated_delta_rule", tensors, scale, *state, **options)
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
     loop = closed_loop(inputs, None, g, strength)
     output = chunk_scalar_decay(inputs, *loop, chunk_size, backend, read_decayed=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
@@ -31,8 +29,8 @@ def chunk_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs `[B, T, HV, V]`; g is `[B, T, HV, K]`, logarithms."""
     if choose_backend(q, backend, native=False) == "fla":
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "state_v_first": state_v_first}
-        return call_fla("gla", "chunk_gla", q, k, v, g, scale, initial_state, output_final_state, **options)
+        state = initial_state, output_final_state, cu_seqlens
+        return call_fla("gla", {"q": q, "k": k, "v": v, "g": g}, scale, *state, state_v_first=state_v_first)
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, state_v_first=state_v_first)
     output = chunk_vector_decay(inputs, inputs.log_decay("g", g, vector=True), None, None, chunk_size)
     return inputs.finish(*output, output_final_state)

@@ -51,9 +51,10 @@ def chunk_kda(
         g = log_decay_from(g, A_log, dt_bias, lower_bound, vector=True)
     strength = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if choose_backend(q, backend, native=False) == "fla":
-        state = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "state_v_first": state_v_first}
-        return call_fla("kda", "chunk_kda", q, k, v, g, strength, scale, *state, **options)
+        tensors = {"q": q, "k": k, "v": v, "g": g, "beta": strength}
+        state = initial_state, output_final_state, cu_seqlens
+        options: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "state_v_first": state_v_first}
+        return call_fla("kda", tensors, scale, *state, **options)
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
     output = chunk_vector_decay(*_as_low_rank(inputs, g, strength), chunk_size)
     return inputs.finish(*output, output_final_state)

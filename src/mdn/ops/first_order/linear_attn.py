@@ -39,10 +39,8 @@ def chunk_linear_attn(
     """Outputs `[B, T, HV, V]` and, if asked for, the final state."""
     backend = choose_backend(q, backend)
     if backend == "fla":
-        options: dict[str, Any] = {"normalize": normalize, "cu_seqlens": cu_seqlens}
-        o, final = call_fla(
-            "linear_attn", "chunk_linear_attn", q, k, v, scale, initial_state, output_final_state, **options
-        )
+        state = initial_state, output_final_state, cu_seqlens
+        o, final = call_fla("linear_attn", {"q": q, "k": k, "v": v}, scale, *state, normalize=normalize)
         return o, final if output_final_state else None
 
     def rule(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor | None]:

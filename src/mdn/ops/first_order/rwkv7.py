@@ -33,8 +33,8 @@ def chunk_rwkv7(
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs `[B, T, HV, V]`; r, k `[B, T, H, K]`, a, b and w (logarithms) `[B, T, HV, K]`."""
     if choose_backend(r, backend, native=False) == "fla":
-        state = scale, initial_state, output_final_state
-        return call_fla("rwkv7", "chunk_rwkv7", r, w, k, v, a, b, *state, cu_seqlens=cu_seqlens)
+        tensors = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
+        return call_fla("rwkv7", tensors, scale, initial_state, output_final_state, cu_seqlens)
     inputs = prepare(r, k, v, scale, initial_state, cu_seqlens)
     gates = inputs.log_decay("w", w, vector=True), inputs.key("a", a), inputs.key("b", b)
     return inputs.finish(*chunk_vector_decay(inputs, *gates, chunk_size), output_final_state)

@@ -35,9 +35,9 @@ def chunk_simple_gla(
     """Outputs `[B, T, HV, V]`; g is `[B, T, HV]`, or g_gamma `[HV]` for a constant decay, or neither for none."""
     backend = choose_backend(q, backend)
     if backend == "fla":
-        gates = {"g": g, "g_gamma": g_gamma, "state_v_first": state_v_first}
-        state = {"initial_state": initial_state, "output_final_state": output_final_state}
-        return call_fla("simple_gla", "chunk_simple_gla", q, k, v, scale=scale, cu_seqlens=cu_seqlens, **gates, **state)
+        tensors = {"q": q, "k": k, "v": v, "g": g, "g_gamma": g_gamma}
+        state = initial_state, output_final_state, cu_seqlens
+        return call_fla("simple_gla", tensors, scale, *state, state_v_first=state_v_first)
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, state_v_first=state_v_first)
     log_decay = inputs.log_decay("g", _one_gate(g, g_gamma, v))
     output = chunk_scalar_decay(inputs, None, log_decay, inputs.gate("beta", None, 1.0), chunk_size, backend)
