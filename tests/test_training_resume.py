@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mdn.training import checkpoints, run
+from mdn.training import checkpoints, files, run
 from mdn.training.metrics import read_metrics
 from mdn.training.recipe import to_yaml
 from mdn.training.run import train
@@ -127,6 +128,14 @@ def test_a_run_may_go_on_with_another_micro_batch(whole: Path, tmp_path: Path) -
     assert after == pytest.approx(expected, abs=1e-5)
 
 
+def test_two_processes_cannot_train_in_one_directory(whole: Path) -> None:
+    with (whole / "run" / ".lock").open("a") as other:
+        files._kept.pop((whole / "run" / ".lock").resolve()).close()
+        fcntl.flock(other, fcntl.LOCK_EX)  # a second open file is to the system what another process would be
+        with pytest.raises(ValueError, match="another process is training in"):
+            train(tiny_recipe(whole))
+
+
 def test_an_unwritable_directory_is_one_clear_error(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     recipe = tiny_recipe(whole, output=str(tmp_path / "file" / "run"))
@@ -140,7 +149,7 @@ def test_a_full_disk_stops_with_one_line_and_keeps_the_last_good_checkpoint(whol
 import resource, sys
 from pathlib import Path
 from training_support import tiny_recipe
-from mdn.training import checkpoints, run
+from mdn.training import checkpoints, files, run
 run.plot_loss = run.plot_gates = lambda *_: None
 publish = checkpoints.publish
 def limited(*arguments):

@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     if args.dry_run:
         return _dry_run(recipe, args)
+    from mdn.training.distributed import is_first_rank
     from mdn.training.non_finite import NonFiniteError
     from mdn.training.run import train
 
@@ -36,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     except NonFiniteError as error:
         print(f"mdn: training stopped: {error}", file=sys.stderr)
         return 1
+    if not is_first_rank():
+        return 0
     if result.summary is None:
         print(f"stopped at step {result.step}; saved in {result.run_dir}; the same command goes on from there")
         return 0

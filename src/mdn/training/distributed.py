@@ -15,6 +15,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_first_rank() -> bool:
+    """True in the one process that prints and writes."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def check_sharding(trainer: Any, checkpoint: Checkpoint | None) -> None:
     """Refuse, before any training, a sharding that the engine did not take up or a checkpoint of the other kind.
 

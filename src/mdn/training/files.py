@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -31,6 +32,24 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_kept: dict[Path, IO[str]] = {}
+
+
+def lock_for_life(path: Path) -> bool:
+    """Take a lock that this process keeps until it ends, however it ends; False if another process has it."""
+    path = path.resolve()
+    if path in _kept:
+        return True
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return False
+    _kept[path] = file
+    return True
 
 
 @contextmanager

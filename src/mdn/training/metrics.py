@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,16 @@ class MetricsLog:
 
     def write(self, *lines: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+            file.write("".join(json.dumps(_plain(line), allow_nan=False) + "\n" for line in lines))
+
+
+def _plain(value: Any) -> Any:
+    """NaN and infinity are not JSON: they become null."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

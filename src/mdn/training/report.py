@@ -31,7 +31,7 @@ def plot_loss(run_dir: Path, recipe: Recipe, command: str) -> Path | None:
     if not steps:
         return None
     tokens = np.array([line["tokens"] for line in steps], dtype=float)
-    losses = np.array([line["loss"] for line in steps], dtype=float)
+    losses = np.array([line["loss"] for line in steps], dtype=float)  # null, a skipped step, becomes NaN
     fig, axis = figure(f"{recipe.name}: loss", "tokens", "nats per token")
     axis.plot(tokens, losses, color="#BBBBBB", linewidth=0.7, label="every step")
     width = max(len(losses) // 50, 1)

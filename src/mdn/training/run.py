@@ -28,8 +28,8 @@ from mdn.training.arguments import training_arguments
 from mdn.training.build import build_model, identity_of, model_config
 from mdn.training.data import PreparedData, prepare_data
 from mdn.training.dataset import PackCollator, PackedSequences
-from mdn.training.distributed import check_sharding, full_model_saves, world_size
-from mdn.training.files import write_atomically
+from mdn.training.distributed import check_sharding, full_model_saves, is_first_rank, world_size
+from mdn.training.files import lock_for_life, write_atomically
 from mdn.training.flow import RunFlow
 from mdn.training.held_out import evaluate
 from mdn.training.recipe import to_yaml
@@ -71,7 +71,7 @@ def train(recipe: Recipe, command: str | None = None) -> RunResult:
 
 
 def _train(recipe: Recipe, run_dir: Path, stop: StopSignal, command: str) -> RunResult:
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = is_first_rank()
     if first:
         _claim(recipe, run_dir)
     data = prepare_data(recipe)
@@ -93,7 +93,7 @@ def _train(recipe: Recipe, run_dir: Path, stop: StopSignal, command: str) -> Run
     finally:
         flow.close()
     seconds = time.monotonic() - started
-    if flow.stopped:
+    if flow.stopped or stop.requested:
         return RunResult(run_dir, trainer.state.global_step, None)
     facts = {"seconds": seconds, "identity": identity}
     summary = _finish(recipe, run_dir, data, trainer, flow, command, facts)
@@ -104,6 +104,8 @@ def _claim(recipe: Recipe, run_dir: Path) -> None:
     """Make the directory and write the recipe there, so that an unwritable place is noticed before any work."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if not lock_for_life(run_dir / ".lock"):
+            raise ValueError(f"another process is training in {run_dir}; wait for it, or give another `output`")
         checkpoints.clear_staging(run_dir)
         write_atomically(run_dir / "recipe.yaml", to_yaml(recipe).encode())
     except OSError as error:
