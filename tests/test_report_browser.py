@@ -111,9 +111,8 @@ def test_the_response_shows_the_impulse_response_of_the_closed_form(page):
 
 def contrast(page, selector):
     """WCAG's ratio between the colours of an element's text and of the page's ground."""
-    colours = page.evaluate(
-        f"[getComputedStyle(document.querySelector({selector!r})).color, getComputedStyle(document.body).backgroundColor]"
-    )
+    text = f"getComputedStyle(document.querySelector({selector!r})).color"
+    colours = page.evaluate(f"[{text}, getComputedStyle(document.body).backgroundColor]")
     light = []
     for colour in colours:
         channels = np.array([float(word) for word in colour[4:-1].split(",")[:3]]) / 255

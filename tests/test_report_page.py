@@ -90,7 +90,7 @@ def test_every_control_has_a_label_and_every_link_a_target(page):
 
 
 def explorer_functions():
-    """The functions between the marks of explorer.js, as Python. They are plain arithmetic, so that few words change."""
+    """The functions between the marks of explorer.js, as Python: plain arithmetic, so few words change."""
     source = re.search(r"// <maths>\n(.*?)// </maths>", asset("explorer.js"), re.DOTALL)[1]
     lines = []
     for line in source.splitlines():

@@ -45,6 +45,8 @@ class Scale:
     sequence_length: int = 256
     learning_rate: float = 5e-3
     held_out_bytes: int = 100_000
+    text: str | None = None
+    """a file or folder to train on; None: the Python standard library"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,11 @@ def recipe_of(cell: Cell, scale: Scale, run_dir: Path) -> Recipe:
             "seed": cell.seed,
             "model": SMALL | ROWS[cell.row].model,
             # Documents follow one another without a reset: the paper's form has no packs, and all rows see the same.
-            "data": {"source": "stdlib", "held_out_bytes": scale.held_out_bytes, "reset_at_documents": False},
+            "data": {
+                **({"source": "stdlib"} if scale.text is None else {"source": "files", "paths": [scale.text]}),
+                "held_out_bytes": scale.held_out_bytes,
+                "reset_at_documents": False,
+            },
             "tokenizer": {"kind": "bytes"},
             "training": {
                 "batch_tokens": scale.batch_tokens,

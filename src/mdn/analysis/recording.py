@@ -67,7 +67,7 @@ def record_model(model: nn.Module, input_ids: Tensor) -> list[LayerRecord]:
     """One forward pass over ``input_ids`` ``[1, T]``."""
     layers = [module for module in model.modules() if isinstance(module, MomentumDeltaNet)]
     if not layers:
-        raise ValueError(f"the model has no momentum_deltanet layer (mixer {model.config.mixer!r}), nothing to record")
+        raise ValueError("the model has no momentum_deltanet layer: there are no momentum gates to record")
     if input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
         raise ValueError(f"input_ids must be [1, T] with at least 2 tokens, got {list(input_ids.shape)}")
     with _recording(layers) as records:

@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200, help="optimiser steps per run (200)")
     parser.add_argument("--paper-steps", type=int, default=60, help="steps with the paper's arithmetic (60)")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a step (2048)")
+    parser.add_argument("--text", metavar="PATH", help="train on this file or folder (the Python standard library)")
     parser.add_argument("--out", type=Path, default=Path("runs/ablate"), help="where the runs are (runs/ablate)")
     parser.add_argument("--only-read", action="store_true", help="train nothing: the table of what is there")
     add_output_arguments(parser)
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--seeds must be at least 1 and --paper-seeds at least 0, got {args.seeds}, {args.paper_seeds}"
         )
-    scale = Scale(steps=args.steps, paper_steps=args.paper_steps, batch_tokens=args.batch_tokens)
+    scale = Scale(steps=args.steps, paper_steps=args.paper_steps, batch_tokens=args.batch_tokens, text=args.text)
     grid = cells(choose_rows(args.rows), args.seeds, args.paper_seeds)
     results = []
     for number, cell in enumerate(grid, start=1):

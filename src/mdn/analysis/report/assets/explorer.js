@@ -54,11 +54,13 @@ function complexText(real, imaginary) {
   return imaginary === 0 ? real.toFixed(3) : `${real.toFixed(3)} ${sign} ${Math.abs(imaginary).toFixed(3)}i`;
 }
 
-function verdict(modulus, least, mu) {
+function verdict(modulus, least) {
+  const [alpha, beta, mu] = gates();
   const disc = modulus <= 1 ? "inside the unit disc" : "outside the unit disc";
   const half = least >= 0 ? "right half plane" : "left half plane: the sign flips";
-  const bound = mu >= 0.125 ? "μ ≥ 1/8: the bounds guarantee the right half plane" : "μ < 1/8: the guarantee ends here";
-  return `${disc}; ${half}; ${bound}`;
+  const layer = alpha + beta <= 1 ? "the layer allows these gates (α + β ≤ 1)" : "the layer's bounds exclude these gates (α + β > 1)";
+  const bound = mu >= 0.125 ? "with its bounds μ ≥ 1/8 guarantees the right half plane" : "for μ < 1/8 its bounds guarantee nothing";
+  return `${disc}; ${half}; ${layer}; ${bound}`;
 }
 
 function update() {
@@ -77,10 +79,10 @@ function update() {
   const largest = Math.max(...same.map(Math.abs), ...other.map(Math.abs), 1e-9);
   byId("response-same").setAttribute("d", path(same, 1 / largest));
   byId("response-other").setAttribute("d", path(other, 1 / largest));
-  byId("response-scale").textContent = `full height: ${largest.toPrecision(3)}`;
+  byId("response-scale").textContent = `Full height: ${largest.toPrecision(3)}`;
   byId("pair-text").textContent = `${complexText(real1, imaginary1)} and ${complexText(real2, imaginary2)}`;
   byId("modulus-text").textContent = modulus.toFixed(4);
-  byId("verdict-text").textContent = verdict(modulus, Math.min(real1, real2), mu);
+  byId("verdict-text").textContent = verdict(modulus, Math.min(real1, real2));
 }
 
 function choose(event) {
