@@ -96,7 +96,7 @@ def test_the_grid_writes_a_file_per_cell_and_runs_only_what_is_missing(recipe_fi
     }
 
 
-def _completed_in_this_process(pool, recipe, cells):
+def _completed_in_this_process(pool, recipe, cells, save_to):
     for cell in cells:
         _completed_in_this_process.seen.append(cell.name)
         yield run_cell(recipe, cell)
@@ -120,7 +120,8 @@ def test_results_of_another_recipe_are_refused_and_kept(recipe_file, tmp_path, m
 def test_the_command_runs_in_processes_and_leaves_table_figure_and_results(recipe_file, tmp_path, capsys):
     out = tmp_path / "out"
     overrides = ["seeds=[0]", "mixers={linear_attention: {}}", "learning_rates=[1e-2, 1e-3]"]
-    assert main(["mqar", str(recipe_file), *overrides, "--out", str(out), "--processes", "2"]) == 0
+    options = ["--out", str(out), "--processes", "2", "--save-models"]
+    assert main(["mqar", str(recipe_file), *overrides, *options]) == 0
     assert "| linear_attention | 16 |" in capsys.readouterr().out
     results = json.loads((out / "results.json").read_text())
     assert results["chosen"][0]["learning_rate"] in (1e-2, 1e-3)
@@ -128,6 +129,10 @@ def test_the_command_runs_in_processes_and_leaves_table_figure_and_results(recip
     assert (out / "accuracy.png").is_file()
     assert (out / "accuracy.svg").is_file()
     assert len(list((out / "cells").iterdir())) == 2
+    saved = out / "models" / "linear_attention-d16-lr0.01-seed0"
+    assert main(["eval", str(saved), "--suite", "mqar", "--recipe", str(recipe_file)]) == 0
+    kept = json.loads((out / "cells" / f"{saved.name}.json").read_text())["accuracy"]["32:4"]
+    assert f"{100 * kept:.2f}" in capsys.readouterr().out
 
 
 def hand_made(mixer, rate, seed, *accuracies):
@@ -153,7 +158,11 @@ def test_the_best_learning_rate_is_by_the_mean_over_seeds_and_segments(recipe_fi
 
 
 def test_a_rate_with_missing_seeds_cannot_win(recipe_file):
-    runs = [hand_made("kda", 1e-2, 0, 0.9, 0.9), hand_made("kda", 1e-3, 0, 0.5, 0.5), hand_made("kda", 1e-3, 1, 0.5, 0.5)]
+    runs = [
+        hand_made("kda", 1e-2, 0, 0.9, 0.9),
+        hand_made("kda", 1e-3, 0, 0.5, 0.5),
+        hand_made("kda", 1e-3, 1, 0.5, 0.5),
+    ]
     assert choose({str(number): run for number, run in enumerate(runs)})[0].learning_rate == 1e-3
 
 

@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
     parser.add_argument("--out", type=Path, help="where results go; finished cells there are kept (runs/<name>)")
     parser.add_argument("--processes", type=int, help="cells at the same time, one thread each (one per core)")
+    parser.add_argument("--save-models", action="store_true", help="keep the trained models of the cells that run")
     parser.add_argument("--list", action="store_true", help="only say which cells there are and which are finished")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures of the table to this file")
 
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
         for cell in recipe.cells():
             print(f"{'done ' if cell.name in done else 'to do'} {cell.name}")
         return
-    results = run_grid(recipe, out, processes)
+    results = run_grid(recipe, out, processes, args.save_models)
     from mdn.evaluation.mqar.report import as_json, choose, draw, table
 
     chosen = choose(results)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,11 @@ import lm_eval
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from mdn.evaluation.local_data import TASKS_FOLDER, LocalFile, MissingData, find_local_file, write_local_task
+from mdn.evaluation.definitions import definition_of
+from mdn.evaluation.local_data import LocalFile, MissingData, find_local_file, write_local_task
 from mdn.evaluation.provenance import model_hash, provenance
 from mdn.evaluation.suites import Work
 from mdn.training.files import write_atomically
-from mdn.training.recipe import nearest
 
 
 @dataclass
@@ -60,22 +59,11 @@ class Settings:
     """fingerprint of the text that replaces RULER's essays, if one does"""
 
 
-@cache
-def installed_tasks() -> TaskManager:
-    """The harness's own tasks and ours. Reading the thousands of definitions takes seconds, so it is done once."""
-    return TaskManager(include_path=str(TASKS_FOLDER))
-
-
 class TaskSource:
     """Loads tasks: from local files if folders are given, else from the Hub; our definitions beside the built-in."""
 
     def __init__(self, data: tuple[Path, ...] = ()) -> None:
         self.data = data
-        self.manager = installed_tasks()
-
-    def check_name(self, task: str) -> None:
-        if task not in self.manager.task_index:
-            raise ValueError(f"unknown task {task!r}{nearest(task, self.manager.all_tasks)}")
 
     def local_file(self, work: Work) -> LocalFile | None:
         """The file a task will read; None where it reads none (the Hub, or a generator)."""
@@ -83,32 +71,25 @@ class TaskSource:
 
     def load(self, work: Work, tokenizer: str) -> Any:
         """The harness's Task; raises MissingData if its data cannot be had."""
-        self.check_name(work.task)
+        definition = definition_of(work.task)
         file = self.local_file(work)
+        metadata: Any = None
+        if work.needle_length is not None:
+            metadata = {"tokenizer": tokenizer, "max_seq_lengths": [work.needle_length]}
         try:
             if file is None:
-                return self._one(self._manager_for(work, tokenizer), work.task)
+                return _load(work.task, definition.parent, metadata)
             with tempfile.TemporaryDirectory() as folder:
-                installed = self.manager.task_index[work.task].yaml_path
-                write_local_task(work.task, installed, file, Path(folder))
-                return self._one(TaskManager(include_path=folder, include_defaults=False), work.task)
+                write_local_task(work.task, definition, file, Path(folder))
+                return _load(work.task, Path(folder), metadata)
         except (OSError, LookupError, ImportError, ValueError) as error:
             raise MissingData(f"{work.task}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
-    def _manager_for(self, work: Work, tokenizer: str) -> TaskManager:
-        if work.needle_length is None:
-            return self.manager
-        metadata: Any = {"tokenizer": tokenizer, "max_seq_lengths": [work.needle_length]}
-        folder = self.manager.task_index[work.task].yaml_path
-        assert folder is not None
-        return TaskManager(include_path=str(folder.parent), include_defaults=False, metadata=metadata)
 
-    @staticmethod
-    def _one(manager: TaskManager, task: str) -> Any:
-        found = manager.load([task])["tasks"]
-        if len(found) != 1:
-            raise ValueError(f"{task!r} is a group of {len(found)} tasks; name them one by one")
-        return next(iter(found.values()))
+def _load(task: str, folder: Path, metadata: Any) -> Any:
+    """The task among the definitions in a folder."""
+    manager = TaskManager(include_path=str(folder), include_defaults=False, metadata=metadata)
+    return manager.load([task])["tasks"][task]
 
 
 def result_path(subject: Subject, work: Work, settings: Settings, file: LocalFile | None) -> Path:

@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-TASKS_FOLDER = Path(__file__).resolve().parent / "tasks"
+from mdn.evaluation.definitions import TASKS_FOLDER
+
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # fda and its like are classes in the harness; on local files the same protocol is a configuration.
 _CLASS_TASKS = ("fda", "swde", "squad_completion")
@@ -69,12 +70,10 @@ def find_local_file(task: str, folders: tuple[Path, ...]) -> LocalFile:
     raise MissingData(f"{task}: no {names} in {', '.join(map(str, folders))}")
 
 
-def write_local_task(task: str, installed: Path | None, file: LocalFile, folder: Path) -> Path:
+def write_local_task(task: str, installed: Path, file: LocalFile, folder: Path) -> Path:
     """``folder/<task>.yaml``: the installed (or, for class tasks, our own) definition on the local file."""
     if task in _CLASS_TASKS:
         installed = TASKS_FOLDER / "_completion.yaml"
-    if installed is None:
-        raise ValueError(f"task {task!r} is not defined by a YAML file, so it cannot be pointed at local data")
     content: dict[str, Any] = {
         "include": str(installed),
         "task": task,

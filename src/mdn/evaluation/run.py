@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from mdn.evaluation.definitions import definition_of
 from mdn.evaluation.harness import Settings, Subject, TaskSource, evaluate, replaced_haystack, result_path
 from mdn.evaluation.local_data import MissingData
 from mdn.evaluation.suites import Suite, Work
@@ -38,7 +39,7 @@ def run_works(
     """Every work for every model. Without ``skip_missing`` missing data is an error before the first evaluation."""
     source = TaskSource(settings.data)
     for work in works:
-        source.check_name(work.task)
+        definition_of(work.task)
     with replaced_haystack(haystack):
         tasks, skipped = _load_all(works, source, subjects[0].source, skip_missing)
         for line in skipped:

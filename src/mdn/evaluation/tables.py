@@ -69,7 +69,7 @@ def columns_of_tasks(works: list[Work], results: dict[str, Results]) -> Suite:
     """For `--tasks`: every metric the harness reports, as it is."""
     columns = []
     for work in works:
-        reported = next((found[work]["metrics"] for found in results.values() if work in found), {})
+        reported: dict[str, float] = next((found[work]["metrics"] for found in results.values() if work in found), {})
         names = [name for name in reported if not name.endswith("_stderr")]
         columns += [Column(work.name, name, work, name, "", percent=False) for name in names]
     return Suite("tasks", tuple(columns))

@@ -1,6 +1,6 @@
 """Run the cells of an MQAR grid over processes of one thread each; every finished cell is a file, and is not run again.
 
-OUT/recipe.yaml, OUT/cells/<mixer>-d<size>-lr<rate>-seed<seed>.json
+OUT/recipe.yaml, OUT/cells/<mixer>-d<size>-lr<rate>-seed<seed>.json, and if asked for OUT/models/<the same name>
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def finished(recipe: MqarRecipe, out: Path) -> dict[str, dict[str, Any]]:
     return results
 
 
-def run_grid(recipe: MqarRecipe, out: Path, processes: int) -> dict[str, dict[str, Any]]:
+def run_grid(recipe: MqarRecipe, out: Path, processes: int, save_models: bool = False) -> dict[str, dict[str, Any]]:
     """All results by cell name; runs what is missing. Interrupting it loses only the cells that are running."""
     results = finished(recipe, out)
     out.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def run_grid(recipe: MqarRecipe, out: Path, processes: int) -> dict[str, dict[st
     missing = [cell for cell in recipe.cells() if cell.name not in results]
     bar = progress(total=len(recipe.cells()), initial=len(results), desc=recipe.name, unit="cell")
     with bar, _pool(min(processes, max(1, len(missing)))) as pool:
-        for result in _completed(pool, recipe, missing):
+        for result in _completed(pool, recipe, missing, out / "models" if save_models else None):
             cell = Cell.model_validate(result["cell"])
             write_atomically(cell_path(out, cell), (json.dumps(result, indent=1) + "\n").encode())
             results[cell.name] = result
@@ -86,8 +86,10 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _completed(pool: ProcessPoolExecutor, recipe: MqarRecipe, cells: list[Cell]) -> Iterator[dict[str, Any]]:
-    running: set[Future[dict[str, Any]]] = {pool.submit(run_cell, recipe, cell) for cell in cells}
+def _completed(
+    pool: ProcessPoolExecutor, recipe: MqarRecipe, cells: list[Cell], save_to: Path | None
+) -> Iterator[dict[str, Any]]:
+    running: set[Future[dict[str, Any]]] = {pool.submit(run_cell, recipe, cell, save_to) for cell in cells}
     while running:
         done, running = wait(running, return_when=FIRST_COMPLETED)
         for future in done:

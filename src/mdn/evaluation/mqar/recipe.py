@@ -79,7 +79,7 @@ class MqarRecipe(Block):
 
     name: str
     description: str = ""
-    task: Task = Task()
+    task: Task = Field(default_factory=lambda: Task.model_validate({}))
     train: tuple[Segment, ...] = Field(min_length=1)
     test: tuple[Segment, ...] = Field(min_length=1)
     model: dict[str, Any] = Field({}, description="fields of the model's config, for every mixer")

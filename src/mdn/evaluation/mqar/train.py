@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def rate_at(step: int, steps: int, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-def run_cell(recipe: MqarRecipe, cell: Cell) -> dict[str, Any]:
+def run_cell(recipe: MqarRecipe, cell: Cell, save_to: Path | None = None) -> dict[str, Any]:
     """Train and test; a loss that is not finite ends the training and counts as accuracy 0 everywhere."""
     begin, worked = time.perf_counter(), time.process_time()
     torch.manual_seed(cell.seed)
@@ -137,6 +138,8 @@ def run_cell(recipe: MqarRecipe, cell: Cell) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.training.clip)
         optimizer.step()
     trained = time.perf_counter()
+    if save_to is not None:
+        model.save_pretrained(save_to / cell.name)
     found = test_accuracy(model, recipe) if diverged_at is None else {segment.name: 0.0 for segment in recipe.test}
     return {
         "cell": cell.model_dump(mode="json"),
@@ -155,5 +158,5 @@ def run_cell(recipe: MqarRecipe, cell: Cell) -> dict[str, Any]:
 
 def state_numbers(model: MomentumDeltaNetForCausalLM) -> int:
     """Numbers in the recurrent states of all layers for one sequence (for attention: per token)."""
-    shapes = [layer.attn.state_shapes() for layer in model.model.layers]  # type: ignore[union-attr, operator]
+    shapes = [layer.attn.state_shapes() for layer in model.model.layers]
     return sum(math.prod(shape) for layer in shapes for name, (shape, _) in layer.items() if name != "conv")
