@@ -43,7 +43,7 @@ def test_a_named_backend_that_cannot_work_says_why(rule):
 @pytest.mark.parametrize("backend", ["fla", "auto"])
 @pytest.mark.parametrize("rule", RULES)
 def test_on_a_gpu_the_kernels_of_fla_get_the_arguments_by_their_names(rule, backend, monkeypatch):
-    """Without a GPU: the check of the device is switched off, and FLA's function replaced by one that notes the call."""
+    """Without a GPU: its check is switched off, and a function that notes its call stands in for FLA's."""
     module = importlib.import_module(f"fla.ops.{rule}")
     signature, calls = inspect.signature(inspect.unwrap(getattr(module, f"chunk_{rule}"))), []
 

@@ -113,3 +113,28 @@ def test_the_page_of_models_is_what_the_command_prints_and_sizes_are_those_of_th
         if name != "mdn_tiny":
             expected, tolerance = (1.45e9, 0.02) if name.endswith("1.3B") else (0.415e9, 0.06)
             assert of_one.total_parameters == pytest.approx(expected, rel=tolerance), name
+
+
+@pytest.mark.parametrize(("name", "fields"), [*((name, {}) for name in sorted(MIXERS)), ("rwkv7", RWKV7_BLOCKS)])
+def test_a_half_precision_model_prefills_and_decodes_near_the_float32_one(name, fields):
+    made = model(name, **fields)
+    ids = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(2))
+    expected = made(ids).logits
+    half = made.to(torch.bfloat16)
+    prefill = half(ids[:, :19], use_cache=True)
+    last = half(ids[:, 19:], past_key_values=prefill.past_key_values, use_cache=True)
+    found = torch.cat([prefill.logits, last.logits], 1)
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).abs().max() <= 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_training_under_autocast_gives_finite_gradients_in_float32(name):
+    made = model(name).train()
+    ids = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = made(ids, labels=ids).loss
+    loss.backward()
+    for key, parameter in made.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        assert torch.isfinite(parameter.grad).all(), key

@@ -10,14 +10,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from mdn.layers.first_order import FirstOrderMixer, Rule, head_size
+from mdn.layers.first_order import Rule, SharedWidthMixer
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import writing_strength
 
 
-class DeltaNet(FirstOrderMixer):
-    """Heads share ``expand_k * hidden_size`` key and ``expand_v * hidden_size`` value dimensions."""
-
+class DeltaNet(SharedWidthMixer):
     config_fields: ClassVar[tuple[str, ...]] = ("hidden_size", "num_heads", "allow_neg_eigval", "norm_eps", "backend")
     chunk_rule: ClassVar[Rule] = first_order.chunk_delta_rule
     step_rule: ClassVar[Rule] = first_order.delta_rule_step
@@ -41,10 +39,7 @@ class DeltaNet(FirstOrderMixer):
     ):
         super().__init__()
         self.layer_idx, self.backend, self.allow_neg_eigval = layer_idx, backend, allow_neg_eigval
-        key_dim = head_size(hidden_size, expand_k, num_heads, "expand_k")
-        value_dim = head_size(hidden_size, expand_v, num_heads, "expand_v")
-        convolutions = use_short_conv, conv_size, conv_bias
-        self.build_projections(hidden_size, num_heads, num_heads, key_dim, value_dim / key_dim, *convolutions)
+        self.build_shared_width(hidden_size, num_heads, expand_k, expand_v, use_short_conv, conv_size, conv_bias)
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if use_beta else None
         self.build_output(use_gate, norm_eps, "swish")
 

@@ -87,7 +87,21 @@ class FirstOrderMixer(BaselineMixer, ProjectedMixer):
         return self.flops_per_entry * self.num_v_heads * self.head_k_dim * self.head_v_dim + self.conv_flops()
 
 
-class PlainStreams(FirstOrderMixer):
+class SharedWidthMixer(FirstOrderMixer):
+    """The heads share ``expand_k * hidden_size`` key and ``expand_v * hidden_size`` value dimensions."""
+
+    def build_shared_width(
+        self, hidden_size: int, num_heads: int, expand_k: float, expand_v: float, *convolutions: Any
+    ) -> None:
+        sizes = {"expand_k": expand_k * hidden_size / num_heads, "expand_v": expand_v * hidden_size / num_heads}
+        for name, size in sizes.items():
+            if size != int(size) or size < 1:
+                raise ValueError(f"{name} * hidden_size / num_heads must be a positive integer, got {size}")
+        head_dim, ratio = int(sizes["expand_k"]), sizes["expand_v"] / sizes["expand_k"]
+        self.build_projections(hidden_size, num_heads, num_heads, head_dim, ratio, *convolutions)
+
+
+class PlainStreams(SharedWidthMixer):
     """Without convolutions q, k and v are plain projections: no SiLU."""
 
     def _inputs(self, x: Tensor, layout: TokenLayout, state: LayerState | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,11 +112,3 @@ class PlainStreams(FirstOrderMixer):
 
     def _plain(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._split_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x))
-
-
-def head_size(hidden_size: int, expand: float, num_heads: int, name: str) -> int:
-    """The dimension of one of ``num_heads`` heads that together have ``expand * hidden_size``."""
-    size = expand * hidden_size / num_heads
-    if size != int(size) or size < 1:
-        raise ValueError(f"{name} * hidden_size / num_heads must be a positive integer, got {size}")
-    return int(size)

@@ -13,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.layers.first_order import PlainStreams, Rule, head_size
+from mdn.layers.first_order import PlainStreams, Rule
 from mdn.layers.norms import GatedRMSNorm
 from mdn.ops import first_order
 
 
 class GatedLinearAttention(PlainStreams):
-    """Heads share ``expand_k * hidden_size`` key and ``expand_v * hidden_size`` value dimensions."""
-
     config_fields: ClassVar[tuple[str, ...]] = ("hidden_size", "num_heads", "norm_eps", "backend")
     chunk_rule: ClassVar[Rule] = first_order.chunk_gla
     step_rule: ClassVar[Rule] = first_order.gla_step
@@ -45,17 +43,14 @@ class GatedLinearAttention(PlainStreams):
         super().__init__()
         self.layer_idx, self.backend = layer_idx, backend
         self.gate_logit_normalizer, self.clamp_min = gate_logit_normalizer, clamp_min
-        key_dim = head_size(hidden_size, expand_k, num_heads, "expand_k")
-        value_dim = head_size(hidden_size, expand_v, num_heads, "expand_v")
-        convolutions = use_short_conv, conv_size, conv_bias
-        self.build_projections(hidden_size, num_heads, num_heads, key_dim, value_dim / key_dim, *convolutions)
+        self.build_shared_width(hidden_size, num_heads, expand_k, expand_v, use_short_conv, conv_size, conv_bias)
         self.gk_proj = nn.Sequential(
             nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
             nn.Linear(gate_low_rank_dim, self.key_dim, bias=True),
         )
         self.use_gate = True
         self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        self.g_norm_swish_gate = GatedRMSNorm(value_dim, norm_eps, "swish")
+        self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, norm_eps, "swish")
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
     @property

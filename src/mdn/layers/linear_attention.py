@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.layers.first_order import PlainStreams, Rule, head_size
+from mdn.layers.first_order import PlainStreams, Rule
 from mdn.layers.layout import TokenLayout
 from mdn.layers.norms import RMSNorm
 from mdn.layers.state import LayerState
@@ -46,10 +46,7 @@ FEATURE_MAPS: dict[str, Any] = {
 
 
 class LinearAttention(PlainStreams):
-    """Heads share ``expand_k * hidden_size`` key and ``expand_v * hidden_size`` value dimensions.
-
-    With ``do_feature_map_norm`` the state holds the sum of the keys too, as recurrent state number 1.
-    """
+    """With ``do_feature_map_norm`` the state holds the sum of the keys too, as recurrent state number 1."""
 
     config_fields: ClassVar[tuple[str, ...]] = ("hidden_size", "num_heads", "norm_eps", "backend")
     chunk_rule: ClassVar[Rule] = first_order.chunk_linear_attn
@@ -72,13 +69,11 @@ class LinearAttention(PlainStreams):
         if feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map must be one of {sorted(FEATURE_MAPS)}, got {feature_map!r}")
         self.layer_idx, self.backend, self.do_feature_map_norm = layer_idx, backend, do_feature_map_norm
-        key_dim = head_size(hidden_size, expand_k, num_heads, "expand_k")
-        value_dim = head_size(hidden_size, expand_v, num_heads, "expand_v")
-        self.build_projections(hidden_size, num_heads, num_heads, key_dim, value_dim / key_dim, use_short_conv=False)
-        self.feature_map_q = FEATURE_MAPS[feature_map](key_dim)
-        self.feature_map_k = FEATURE_MAPS[feature_map](key_dim)
+        self.build_shared_width(hidden_size, num_heads, expand_k, expand_v, False)
+        self.feature_map_q = FEATURE_MAPS[feature_map](self.head_k_dim)
+        self.feature_map_k = FEATURE_MAPS[feature_map](self.head_k_dim)
         self.use_gate = False
-        self.norm = RMSNorm(value_dim, norm_eps)
+        self.norm = RMSNorm(self.head_v_dim, norm_eps)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
     @property
