@@ -19,7 +19,6 @@ from mdn.ops.triton.blocks import (
     load_gate,
     load_tile,
     locate_chunk,
-    norm_backward,
     state_offsets,
     store_gate,
     store_tile,
@@ -113,6 +112,29 @@ def add_weighted_rows(
 
 
 @triton.jit
+def store_raw_gradient(
+    output,
+    rows,
+    gradient,
+    first,
+    left,
+    head,
+    heads,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    L2NORM: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Store the gradient of rows as they were given, from ``factor`` times that of the normalised rows."""
+    if L2NORM:
+        tile = load_tile(rows, first, left, head, heads, 0, K, C, BK)
+        normalised = inverse_norm(tile, L2NORM, C, COMPUTE)[:, None] * tile
+        gradient -= normalised * tl.sum(gradient * normalised, axis=1)[:, None]
+    store_tile(output, gradient, first, left, head, heads, 0, K, C, BK)
+
+
+@triton.jit
 def backward_inputs_kernel(
     grad_o,
     q,
@@ -153,23 +175,17 @@ def backward_inputs_kernel(
 ):
     key_head = tl.program_id(1)
     first, left, row = locate_chunk(tl.program_id(0), chunk_indices, cu_seqlens, time, C, PACKED)
-    q_tile = load_tile(q, first, left, key_head, H, 0, K, C, BK)
-    k_tile = load_tile(k, first, left, key_head, H, 0, K, C, BK)
-    q_factor = inverse_norm(q_tile, L2NORM, C, COMPUTE)
-    k_factor = inverse_norm(k_tile, L2NORM, C, COMPUTE)
     if p is None:
         probe = k
-        p_tile = k_tile
-        p_norm = k_factor
     else:
         probe = p
-        p_tile = load_tile(p, first, left, key_head, H, 0, K, C, BK)
-        p_norm = inverse_norm(p_tile, L2NORM, C, COMPUTE)
+    k_factor = inverse_norm(load_tile(k, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE)
     # Each is the normalising factor times the gradient of the normalised rows, summed over the value heads.
     q_gradient = tl.zeros([C, BK], COMPUTE)
     k_gradient = tl.zeros([C, BK], COMPUTE)
     p_gradient = tl.zeros([C, BK], COMPUTE)
 
+    # Tiles of q, k and p are loaded again where they are used: held all along, they and the sums would spill.
     for member in range(HV // H):
         head = key_head * (HV // H) + member
         eta_rows = load_gate(eta, first, left, head, HV, C, COMPUTE)
@@ -178,62 +194,67 @@ def backward_inputs_kernel(
         s_gradient = state_gradients + (row * HV + head) * (2 * K * V)
         store_overlaps(overlaps + (row * HV + head) * 4, s_state, s_gradient, K, V, BK, BV, COMPUTE)
 
+        # p: the prediction errors read the states one row earlier.
+        p_tile = load_tile(probe, first, left, key_head, H, 0, K, C, BK)
+        p_factor = inverse_norm(p_tile, L2NORM, C, COMPUTE)
+        if P_TIMES_ALPHA:
+            p_factor = p_factor * tl.exp(load_gate(log_alpha, first, left, head, HV, C, COMPUTE))
+        of_s, of_m = load_coefficients(coefficients, 0, first, left, head, HV, plane, C, COMPUTE)
+        through = read_state(dv, s_state, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
+        d_abar = -following(p_factor * tl.sum(through * p_tile, axis=1), C)
+        part = -of_s[:, None] * through
+        through = read_state(dv, m_state, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
+        d_b = following(p_factor * tl.sum(through * p_tile, axis=1), C)
+        part += of_m[:, None] * through
+        part = add_weighted_rows(
+            part, p_weights, k, eta, first, left, head, HV, key_head, H, K, C, BK, False, PRECISION, COMPUTE
+        )
+        if P_TIMES_ALPHA:
+            store_gate(sums + 4 * plane, tl.sum(part * p_tile, axis=1), first, left, head, HV, C)
+        else:
+            store_gate(sums + 4 * plane, tl.zeros([C], COMPUTE), first, left, head, HV, C)
+        if p is None:
+            k_gradient += part
+        else:
+            p_gradient += part
+
+        # k: keys write into the states after the chunk and into both [C, C] matrices.
+        k_tile = load_tile(k, first, left, key_head, H, 0, K, C, BK)
+        of_s, of_m = load_coefficients(coefficients, 3, first, left, head, HV, plane, C, COMPUTE)
+        through = read_state(residual, s_gradient, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
+        d_last_gamma = k_factor * eta_rows * tl.sum(through * k_tile, axis=1)
+        store_gate(sums + 2 * plane, d_last_gamma, first, left, head, HV, C)
+        part = of_s[:, None] * through
+        through = read_state(residual, s_gradient + K * V, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
+        d_last_mu = -k_factor * eta_rows * tl.sum(through * k_tile, axis=1)
+        store_gate(sums + 3 * plane, d_last_mu, first, left, head, HV, C)
+        part -= of_m[:, None] * through
+        part = add_weighted_rows(
+            part, q_weights, q, eta, first, left, head, HV, key_head, H, K, C, BK, True, PRECISION, COMPUTE
+        )
+        part = add_weighted_rows(
+            part, p_weights, probe, eta, first, left, head, HV, key_head, H, K, C, BK, True, PRECISION, COMPUTE
+        )
+        store_gate(deta, tl.sum(part * k_tile, axis=1), first, left, head, HV, C)
+        k_gradient += eta_rows[:, None] * part
+
+        # q: the outputs read the states, and R through the scores.
+        q_tile = load_tile(q, first, left, key_head, H, 0, K, C, BK)
+        q_factor = inverse_norm(q_tile, L2NORM, C, COMPUTE) * scale
         of_s, of_m = load_coefficients(coefficients, 1, first, left, head, HV, plane, C, COMPUTE)
         through = read_state(grad_o, s_state, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
-        d_abar = q_factor * scale * tl.sum(through * q_tile, axis=1)
+        d_abar += q_factor * tl.sum(through * q_tile, axis=1)
+        store_gate(sums, d_abar, first, left, head, HV, C)
         q_gradient += of_s[:, None] * through
         through = read_state(grad_o, m_state, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
-        d_b = -q_factor * scale * tl.sum(through * q_tile, axis=1)
+        d_b -= q_factor * tl.sum(through * q_tile, axis=1)
+        store_gate(sums + plane, d_b, first, left, head, HV, C)
         q_gradient -= of_m[:, None] * through
         q_gradient = add_weighted_rows(
             q_gradient, q_weights, k, eta, first, left, head, HV, key_head, H, K, C, BK, False, PRECISION, COMPUTE
         )
 
-        # The prediction errors read the states one row earlier.
-        p_factor = p_norm
-        if P_TIMES_ALPHA:
-            p_factor = p_factor * tl.exp(load_gate(log_alpha, first, left, head, HV, C, COMPUTE))
-        of_s, of_m = load_coefficients(coefficients, 0, first, left, head, HV, plane, C, COMPUTE)
-        through = read_state(dv, s_state, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
-        d_abar -= following(p_factor * tl.sum(through * p_tile, axis=1), C)
-        p_part = -of_s[:, None] * through
-        through = read_state(dv, m_state, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
-        d_b += following(p_factor * tl.sum(through * p_tile, axis=1), C)
-        p_part += of_m[:, None] * through
-        p_part = add_weighted_rows(
-            p_part, p_weights, k, eta, first, left, head, HV, key_head, H, K, C, BK, False, PRECISION, COMPUTE
-        )
-        store_gate(sums, d_abar, first, left, head, HV, C)
-        store_gate(sums + plane, d_b, first, left, head, HV, C)
-        if P_TIMES_ALPHA:
-            store_gate(sums + 4 * plane, tl.sum(p_part * p_tile, axis=1), first, left, head, HV, C)
-        else:
-            store_gate(sums + 4 * plane, tl.zeros([C], COMPUTE), first, left, head, HV, C)
-        if p is None:
-            k_gradient += p_part
-        else:
-            p_gradient += p_part
-
-        # Keys write into the states after the chunk and into both [C, C] matrices.
-        of_s, of_m = load_coefficients(coefficients, 3, first, left, head, HV, plane, C, COMPUTE)
-        through = read_state(residual, s_gradient, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
-        d_last_gamma = k_factor * eta_rows * tl.sum(through * k_tile, axis=1)
-        store_gate(sums + 2 * plane, d_last_gamma, first, left, head, HV, C)
-        k_part = of_s[:, None] * through
-        through = read_state(residual, s_gradient + K * V, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
-        d_last_mu = -k_factor * eta_rows * tl.sum(through * k_tile, axis=1)
-        store_gate(sums + 3 * plane, d_last_mu, first, left, head, HV, C)
-        k_part -= of_m[:, None] * through
-        k_part = add_weighted_rows(
-            k_part, q_weights, q, eta, first, left, head, HV, key_head, H, K, C, BK, True, PRECISION, COMPUTE
-        )
-        k_part = add_weighted_rows(
-            k_part, p_weights, probe, eta, first, left, head, HV, key_head, H, K, C, BK, True, PRECISION, COMPUTE
-        )
-        store_gate(deta, tl.sum(k_part * k_tile, axis=1), first, left, head, HV, C)
-        k_gradient += eta_rows[:, None] * k_part
-
-    store_tile(dq, norm_backward(q_gradient, q_tile, q_factor, L2NORM), first, left, key_head, H, 0, K, C, BK)
-    store_tile(dk, norm_backward(k_gradient, k_tile, k_factor, L2NORM), first, left, key_head, H, 0, K, C, BK)
+    store_raw_gradient(dq, q, q_gradient, first, left, key_head, H, K, C, BK, L2NORM, COMPUTE)
+    store_raw_gradient(dk, k, k_gradient, first, left, key_head, H, K, C, BK, L2NORM, COMPUTE)
     if dp is not None:
-        store_tile(dp, norm_backward(p_gradient, p_tile, p_norm, L2NORM), first, left, key_head, H, 0, K, C, BK)
+        store_raw_gradient(dp, p, p_gradient, first, left, key_head, H, K, C, BK, L2NORM, COMPUTE)

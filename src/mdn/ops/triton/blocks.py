@@ -177,16 +177,6 @@ def inverse_norm(tile, L2NORM: tl.constexpr, C: tl.constexpr, COMPUTE: tl.conste
 
 
 @triton.jit
-def norm_backward(gradient, tile, factor, L2NORM: tl.constexpr):
-    """Gradient of the raw rows, given ``factor`` times the gradient of the normalised rows ``factor * tile``."""
-    if L2NORM:
-        normalised = factor[:, None] * tile
-        return gradient - normalised * tl.sum(gradient * normalised, axis=1)[:, None]
-    else:
-        return gradient
-
-
-@triton.jit
 def following(values, C: tl.constexpr):
     """values moved up one place, zero at the end: the gradient of ``previous``."""
     rows = tl.arange(0, C)
