@@ -164,7 +164,7 @@ def plot(rows: Sequence[Row], path: Path, command: str) -> list[Path]:
         axis.set(title=title, ylabel="")
         axis.set_xscale("log", base=2)
         axis.set_xticks(sorted({row.length for row in rows}), [str(n) for n in sorted({row.length for row in rows})])
-    axes.flat[0].legend(fontsize=7)
+    fig.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return save_figure(fig, path, command)
 
 

@@ -34,7 +34,7 @@ def plot_loss(run_dir: Path, recipe: Recipe, command: str) -> Path | None:
     losses = np.array([line["loss"] for line in steps], dtype=float)  # null, a skipped step, becomes NaN
     fig, axis = figure(f"{recipe.name}: loss", "tokens", "nats per token")
     axis.plot(tokens, losses, color="#BBBBBB", linewidth=0.7, label="every step")
-    width = max(len(losses) // 50, 1)
+    width = min(max(len(losses) // 50, 2), len(losses))
     mean = np.convolve(losses, np.ones(width) / width, mode="valid")
     axis.plot(tokens[width - 1 :], mean, label=f"mean of {width} steps")
     held_out = [line for line in lines if "held_out" in line]
