@@ -224,7 +224,7 @@ void find_key_gradients_through_states(const Place& at, Workspace& ws) {
 }
 
 // Through W (or A, with sign = -1): from d = sign * rows @ R^T, the gradient of the plain products, and what it says about gamma and eta.
-void through_products(const Place& at, Workspace& ws, const float* rows_of, float sign, const float* products,
+MDN_FLATTEN void through_products(const Place& at, Workspace& ws, const float* rows_of, float sign, const float* products,
                       long gamma_row, float* dproducts) {
     const Gates& gates = ws.gates;
     GateGradients& d = ws.gate_gradients;
@@ -261,7 +261,7 @@ void through_keys(const Place& at, Workspace& ws, const float* x_columns, const 
 }
 
 // dS and dM before the chunk, for one panel; also the gradients of abar_C, b_C and mbar_C, which are sums over the whole states.
-void find_state_gradients(const Place& at, Workspace& ws, long column) {
+MDN_FLATTEN void find_state_gradients(const Place& at, Workspace& ws, long column) {
     const Gates& gates = ws.gates;
     const long rows = gates.rows, stride = ws.state_stride, wide = row_stride(2 * rows);
     const long depth = at.problem.has_erase ? 2 * rows : rows;
