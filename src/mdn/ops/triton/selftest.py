@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,12 +76,19 @@ def make_inputs(case: Case, device: torch.device) -> list[Tensor | None]:
     return [*narrow, *(x.to(device) for x in (log_alpha, log_mu, 0.5 * gate(), 1.5 * gate()))]
 
 
+def definition(named: dict[str, Any], boundaries: SequenceBoundaries | None = None) -> tuple[Tensor, Tensor]:
+    """The float64 recurrence: (o, final_state)."""
+    o, final_state = recurrent_momentum_delta_rule(**named, cu_seqlens=boundaries, output_final_state=True)
+    assert final_state is not None
+    return o, final_state
+
+
 def exact(inputs: list[Tensor | None], state: Tensor, case: Case, cotangents: tuple[Tensor, Tensor]) -> list[Tensor]:
     """Outputs and gradients of the float64 recurrence, on the CPU: an independent path."""
     leaves = [None if x is None else x.double().cpu().requires_grad_() for x in (*inputs, state)]
     named = {name: leaf for name, leaf in zip((*NAMES, "initial_state"), leaves) if leaf is not None}
     boundaries = None if case.lengths is None else SequenceBoundaries.from_lengths(case.lengths)
-    o, final_state = recurrent_momentum_delta_rule(**named, cu_seqlens=boundaries, output_final_state=True)
+    o, final_state = definition(named, boundaries)
     loss = (o * cotangents[0].double().cpu()).sum() + (final_state * cotangents[1].double().cpu()).sum()
     return [o, final_state, *torch.autograd.grad(loss, list(named.values()))]
 
@@ -109,7 +117,7 @@ def run_decode(dtype: torch.dtype, device: torch.device) -> float:
     state = torch.randn(2, 3, 4, 128, 128, generator=torch.Generator().manual_seed(2)).to(device)
     named = {name: x.double().cpu() for name, x in zip(NAMES, inputs) if x is not None}
     start = state[:, 1:2].double().cpu()
-    o, final = recurrent_momentum_delta_rule(**named, initial_state=start, output_final_state=True)
+    o, final = definition(named | {"initial_state": start})
     slots = torch.tensor([1], device=device)
     options = RuleOptions(scale=128**-0.5)
     found = [

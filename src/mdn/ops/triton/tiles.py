@@ -84,6 +84,7 @@ _NARROW_OPERANDS = {
 }
 # Hopper and Blackwell data-centre parts read operands from shared memory, of which they have more: wider tiles fit.
 _LARGE_TENSOR_CORES = {
+    "prepare": (Tile(16, 8, 1), Tile(16, 8, 1)),
     "forward_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
     "backward_states": (Tile(32, 8, 2), Tile(32, 8, 1)),
 }

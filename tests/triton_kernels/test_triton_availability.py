@@ -1,0 +1,114 @@
+"""When the Triton backend says no, it says why; and the bench and the self-test work without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import mdn.ops.triton as kernels
+from mdn.ops.triton import availability, tiles
+
+
+def test_importing_the_backend_does_not_import_triton():
+    code = "import sys, mdn.ops.triton; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_cpu_tensors_are_refused_unless_the_interpreter_is_on(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "the tensors are on cpu" in kernels.why_unavailable("cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels.why_unavailable("cpu") is None
+
+
+def test_a_missing_triton_is_named_with_the_way_to_install_it(monkeypatch):
+    monkeypatch.setattr(availability, "triton_version", lambda: None)
+    assert "pip install" in kernels.why_unavailable("cpu")
+
+
+@pytest.mark.parametrize("version", [(3, 4, 0), (3, 6, 0), (3, 7, 0)])
+def test_versions_that_miscompile_on_hopper_are_refused_there(version):
+    assert "Hopper" in availability.refused_version(version, (9, 0))
+
+
+def test_good_versions_are_accepted_on_hopper_and_elsewhere():
+    assert availability.refused_version((3, 7, 1), (9, 0)) is None
+    assert availability.refused_version((3, 7, 0), (8, 0)) is None
+    assert availability.refused_version((3, 9, 0), None) is None
+
+
+def test_versions_before_3_7_are_refused_everywhere():
+    assert "too old" in availability.refused_version((3, 3, 1), (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "chunk_size", "dtype", "word"),
+    [
+        (257, 16, 64, torch.float32, "K=257"),
+        (16, 513, 64, torch.float32, "V=513"),
+        (16, 16, 48, torch.float32, "chunk_size=48"),
+        (16, 16, 64, torch.float64, "float64"),
+        (16, 16, 64, torch.int32, "int32"),
+    ],
+)
+def test_what_the_kernels_do_not_cover_is_refused_by_name(monkeypatch, key_dim, value_dim, chunk_size, dtype, word):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q, v = torch.zeros(1, 1, 1, key_dim, dtype=dtype), torch.zeros(1, 1, 1, value_dim, dtype=dtype)
+    assert word in kernels.why_unsupported(q, v, chunk_size)
+
+
+def test_the_limits_themselves_are_covered():
+    q, v = torch.zeros(1, 1, 1, 256), torch.zeros(1, 1, 1, 512)
+    assert all(kernels.why_unsupported(q, v, chunk) is None for chunk in (16, 32, 64))
+
+
+def test_tiles_do_not_depend_on_length_or_batch_and_cover_every_kernel():
+    for target in ("sm_80", "sm_90", "gfx942"):
+        for kernel in tiles._NARROW_OPERANDS:
+            for key_dim in (16, 128, 256):
+                tile = tiles.choose_tile(kernel, key_dim, 24, 2, target)
+                assert tile.value_block <= 32
+                assert tile.warps in (4, 8)
+
+
+def test_the_self_test_says_plainly_that_there_is_no_gpu():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "mdn.ops.triton.selftest"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if torch.cuda.is_available():
+        assert "passed" in done.stdout
+    else:
+        assert done.returncode == 2
+        assert done.stdout.startswith("no test was run")
+
+
+def test_launches_and_written_bytes_stay_under_their_bars():
+    from mdn.bench.kernels import BARS, count_launches_and_bytes
+
+    counted = count_launches_and_bytes(128, 256)
+    for name in ("forward", "backward"):
+        assert 0 < counted["launches"][name] <= BARS["launches"][name]
+        assert 0 < counted["bytes"][name] <= BARS["bytes_K128"][name]
+
+
+def test_a_kernel_compiles_for_hopper_without_spills_or_too_much_shared_memory(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code = (
+        "import json\n"
+        "from mdn.bench.kernels import record_launches\n"
+        "from mdn.ops.triton.resources import compile_launch\n"
+        "launches = {l.kernel.__name__: l for l in record_launches(128, 256, 'sm_90')}\n"
+        "print(json.dumps(compile_launch(launches['rebuild_states_kernel'], 'sm_90').as_dict()))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    resources = json.loads(done.stdout.strip().splitlines()[-1])
+    assert 16 <= resources["registers"] <= 255
+    assert resources["spill_bytes"] == 0
+    assert 0 < resources["shared_bytes"] <= 232_448
+    assert resources["instructions"] > 100
