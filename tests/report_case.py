@@ -17,7 +17,7 @@ def make_runs(folder):
     (run / "summary.json").write_text(json.dumps(summary))
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
-    results, _ = spectra(200, 0)
+    results = spectra(200, 0)
     (folder / "runs" / "spectra.json").write_text(
         json.dumps({"kind": "spectra", "command": "mdn <spectra>", **results})
     )

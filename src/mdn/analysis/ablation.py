@@ -8,6 +8,7 @@ whether its state really grows. Finished cells are read, not repeated; a half-tr
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from contextlib import nullcontext
@@ -15,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mdn.analysis.ablation_rows import ROWS, SMALL
 from mdn.analysis.output import plain
 from mdn.analysis.paper_arithmetic import paper_arithmetic
 from mdn.analysis.products import running_growth, shares_over
-from mdn.analysis.recording import record_model
+from mdn.analysis.recording import LayerRecord, record_model
 from mdn.training.data import prepare_data
 from mdn.training.files import write_atomically
 from mdn.training.metrics import read_metrics
@@ -149,15 +151,20 @@ def _dynamics(cell: Cell, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     model = _trained_or_fresh(recipe, run_dir)
     data = prepare_data(recipe)
     ids, _ = data.held_out.read(0, min(len(data.held_out), GROWTH_TOKENS))
-    growth = []
-    for record in record_model(model, torch.from_numpy(ids).unsqueeze(0)):
-        growth.append({"layer": record.layer, **shares_over(running_growth(record.gates, record.keys))})
+    growth = [_growth(record) for record in record_model(model, torch.from_numpy(ids).unsqueeze(0))]
     return {
         "largest state rms in training": largest,
         "growth tokens": len(ids),
         "growth": growth,
         "largest log10 growth": max(entry["largest log10 norm"] for entry in growth),
     }
+
+
+def _growth(record: LayerRecord) -> dict[str, Any]:
+    """Of one layer. Keys that are not finite mean that a layer below overflowed on this text: growth without end."""
+    if not np.isfinite(record.keys).all():
+        return {"layer": record.layer, "largest log10 norm": math.inf, "a layer below overflowed": True}
+    return {"layer": record.layer, **shares_over(running_growth(record.gates, record.keys))}
 
 
 def _trained_or_fresh(recipe: Recipe, run_dir: Path) -> Any:

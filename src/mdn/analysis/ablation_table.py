@@ -70,8 +70,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown_table([*header, "log10 growth", "verdict"], lines)
 
 
-def draw(rows: list[dict[str, Any]]) -> Any:
+def draw(results: dict[str, Any]) -> Any:
     """Left: held-out bits per byte, every seed a point; right: growth of products of steps."""
+    rows = results["rows"]
     fig, (left, right) = figure("Ablations at a small scale", columns=2, size=(9.6, 0.32 * len(rows) + 1.6))
     names = [entry["row"] for entry in rows]
     for place, entry in enumerate(rows):
@@ -83,7 +84,10 @@ def draw(rows: list[dict[str, Any]]) -> Any:
             )
         growth = entry["largest log10 growth"]
         if growth is not None:
-            right.barh(place, growth, color=COLOURS[1] if growth > GROWS else COLOURS[5])
+            growth = float(growth)  # "inf" in a file
+            right.barh(place, min(growth, 45), color=COLOURS[1] if growth > GROWS else COLOURS[5])
+            if growth > 45:
+                right.text(44, place, "overflow", ha="right", va="center", fontsize=7, color="white")
     for axis in (left, right):
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_yticks(range(len(rows)), names if axis is left else [])

@@ -175,8 +175,9 @@ def table(results: list[dict[str, Any]]) -> str:
     return markdown_table(header, rows)
 
 
-def draw(results: list[dict[str, Any]]) -> Any:
+def draw(found: dict[str, Any]) -> Any:
     """One panel per task and test: as trained against decoded stepwise, a point per seed."""
+    results = found["results"]
     panels = sorted({(r["cell"]["task"], name) for r in results for name in r["as trained"]})
     size = (3.2 * max(len(panels), 2), 3.6)
     fig, axes = figure("Blockwise training, stepwise decoding", "block size", columns=max(len(panels), 2), size=size)

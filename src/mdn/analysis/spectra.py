@@ -17,7 +17,7 @@ from mdn.analysis.spectrum import (
 )
 from mdn.plots import COLOURS, figure
 
-PANEL_POINTS = 4000
+PANEL_POINTS = 1500
 TITLES = {
     "first order": "first order: α(1 − β)",
     "unconstrained momentum": "momentum, unconstrained",
@@ -26,8 +26,8 @@ TITLES = {
 }
 
 
-def spectra(points: int, seed: int, records: list[LayerRecord] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(results, eigenvalues by panel). Results: shares per region and per layer, and the check of the closed form."""
+def spectra(points: int, seed: int, records: list[LayerRecord] | None = None) -> dict[str, Any]:
+    """Shares per region and per layer, the check of the closed form, and the points of the figure's panels."""
     panels: dict[str, np.ndarray] = {}
     results: dict[str, Any] = {"points": points, "seed": seed, "regions": {}, "layers": []}
     for name, gates in sampled_regions(points, seed).items():
@@ -49,19 +49,27 @@ def spectra(points: int, seed: int, records: list[LayerRecord] | None = None) ->
         "samples": samples,
         "largest distance": check_closed_form(samples, seed=seed),
     }
-    return results, panels
+    results["panels"] = {title: _sample(values, seed) for title, values in panels.items()}
+    return results
 
 
-def draw(panels: dict[str, np.ndarray], seed: int = 0) -> Any:
-    """One unit disc per panel; crowded panels show a sample of their points."""
-    rng = np.random.default_rng(seed)
+def _sample(values: np.ndarray, seed: int) -> list[list[float]]:
+    """(real, imaginary) of at most PANEL_POINTS eigenvalues, to four digits: what a figure can show."""
+    if len(values) > PANEL_POINTS:
+        values = np.random.default_rng(seed).choice(values, PANEL_POINTS, replace=False)
+    return [[round(float(value.real), 4), round(float(value.imag), 4)] for value in values]
+
+
+def draw(results: dict[str, Any]) -> Any:
+    """One unit disc per panel."""
+    panels = results["panels"]
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
     size = (3.1 * columns, 3.3 * rows + 0.3)
     fig, axes = figure("Eigenvalues of one step", "real", "imaginary", rows=rows, columns=columns, size=size)
     circle = np.exp(1j * np.linspace(0, 2 * np.pi, 200))
-    for axis, (title, values) in zip(np.asarray(axes).flat, panels.items()):
-        shown = values if len(values) <= PANEL_POINTS else rng.choice(values, PANEL_POINTS, replace=False)
+    for axis, (title, points) in zip(np.asarray(axes).flat, panels.items()):
+        shown = np.array(points) @ [1, 1j]
         axis.plot(circle.real, circle.imag, color="#999999", linewidth=0.8)
         axis.axvline(0, color="#999999", linewidth=0.6)
         left = shown.real < 0

@@ -73,17 +73,18 @@ def summarise(norms: dict[int, dict[str, np.ndarray]]) -> dict[str, Any]:
     }
 
 
-def draw(results: dict[str, dict[str, Any]]) -> Any:
+def draw(results: dict[str, Any]) -> Any:
     """Left: the average change over decoding steps; right: its mean for every layer and head."""
+    models = results["models"]
     fig, (left, right) = figure("Change of the fast weight while decoding", columns=2, size=(9.6, 3.8))
-    for number, (name, entry) in enumerate(results.items()):
+    for number, (name, entry) in enumerate(models.items()):
         colour = MIXER_COLOURS.get(entry["mixer"], COLOURS[number % len(COLOURS)])
         curve = np.asarray(entry["curve"])
         width = max(len(curve) // 60, 1)
         smooth = np.convolve(curve, np.ones(width) / width, mode="valid")
         left.plot(np.arange(width, len(curve) + 1), smooth, color=colour, label=f"{name}, n = {entry['n']}")
         heads = [(layer["layer"], value) for layer in entry["per layer"] for value in layer["mean change per head"]]
-        offset = (number - (len(results) - 1) / 2) * 0.2
+        offset = (number - (len(models) - 1) / 2) * 0.2
         right.plot([layer + offset for layer, _ in heads], [value for _, value in heads], "o", color=colour)
     left.set(title=f"mean over n (running mean of {width})", xlabel="decoding step", ylabel="‖S_t − S_{t−1}‖_F")
     right.set(title="mean over time, every head", xlabel="layer", ylabel="‖S_t − S_{t−1}‖_F")

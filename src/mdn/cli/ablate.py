@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> None:
     rows = summarise(results)
     print(table(rows))
     print(f"\n{len(results)} of {len(grid)} cells, {sum(r['seconds'] for r in results) / 60:.1f} minutes of training")
-    write_results(args.json, "ablations", {"scale": vars(scale), "cells": len(results), "of": len(grid), "rows": rows})
+    found = {"scale": vars(scale), "cells": len(results), "of": len(grid), "rows": rows}
+    write_results(args.json, "ablations", found)
     if args.plot is not None:
         from mdn.plots import save_figure
 
-        save_figure(draw(rows), args.plot)
+        save_figure(draw(found), args.plot)

@@ -47,8 +47,9 @@ def run(args: argparse.Namespace) -> None:
     print(table(results))
     worst = max(float(result["decoding"]) for result in results)
     print(f"\n{len(results)} of {len(grid)} cells; stepwise logits differ from real decoding by at most {worst:.1e}")
-    write_results(args.json, "causality", {"results": results, "of": len(grid)})
+    found = {"results": results, "of": len(grid)}
+    write_results(args.json, "causality", found)
     if args.plot is not None:
         from mdn.plots import save_figure
 
-        save_figure(draw(results), args.plot)
+        save_figure(draw(found), args.plot)

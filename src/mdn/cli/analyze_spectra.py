@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from mdn.analysis.arguments import add_model_arguments, records_of
 from mdn.analysis.output import add_output_arguments, markdown_table, write_results
@@ -24,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--points must be at least 1, got {args.points}")
     from mdn.analysis.spectra import draw, spectra
 
-    results, panels = spectra(args.points, args.seed, records_of(args))
+    results = spectra(args.points, args.seed, records_of(args))
     rows = {**results["regions"], **{f"layer {entry['layer']}": entry for entry in results["layers"]}}
     quadrants = ["positive real", "negative real", *(f"{n} quadrant" for n in ("1st", "2nd", "3rd", "4th"))]
     table = [[name, *(f"{entry[quadrant]:.1%}" for quadrant in quadrants)] for name, entry in rows.items()]
@@ -35,11 +34,7 @@ def run(args: argparse.Namespace) -> None:
         f"{check['largest distance']:.1e} over {check['samples']} random steps"
     )
     write_results(args.json, "spectra", results)
-    _plot(args.plot, draw, panels, args.seed)
-
-
-def _plot(path: Path | None, draw, panels, seed: int) -> None:
-    if path is not None:
+    if args.plot is not None:
         from mdn.plots import save_figure
 
-        save_figure(draw(panels, seed), path)
+        save_figure(draw(results), args.plot)

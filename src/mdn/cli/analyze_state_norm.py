@@ -37,11 +37,12 @@ def run(args: argparse.Namespace) -> None:
         name = name or model.config.mixer
         results[name] = {"mixer": model.config.mixer, **summarise(change_norms(model, rows, label=name))}
     _print(results)
-    write_results(args.json, "state-norm", {"text": args.text.name, "models": results})
+    found = {"text": args.text.name, "models": results}
+    write_results(args.json, "state-norm", found)
     if args.plot is not None:
         from mdn.plots import save_figure
 
-        save_figure(draw(results), args.plot)
+        save_figure(draw(found), args.plot)
 
 
 def _print(results: dict[str, Any]) -> None:

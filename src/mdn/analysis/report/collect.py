@@ -110,6 +110,8 @@ def _kind(content: Any) -> str | None:
         return "ablation cell"
     if isinstance(content.get("cell"), dict) and "stepwise" in content:
         return "causality cell"
+    if isinstance(content.get("rows"), list) and content["rows"] and isinstance(content["rows"][0], dict):
+        return "benchmark"
     return "evaluation" if "table" in content else None
 
 

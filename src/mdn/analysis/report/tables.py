@@ -135,6 +135,13 @@ def _causality_cell(content: Content) -> list[Table]:
     return _causality({"results": [content]})
 
 
+def _benchmark(content: Content) -> list[Table]:
+    """Rows of numbers and words with the same names, as benchmarks write them."""
+    names = [name for name, value in content["rows"][0].items() if isinstance(value, int | float | str)]
+    rows = [[number(row.get(name)) for name in names] for row in content["rows"]]
+    return [Table("", [name.replace("_", " ") for name in names], rows)]
+
+
 def _anything(content: Content) -> list[Table]:
     """The numbers and words of the two uppermost levels."""
     rows = []
@@ -150,6 +157,7 @@ MAKERS: dict[str, tuple[str, Callable[[Content], list[Table]]]] = {
     "evaluation": ("Evaluations", _evaluation),
     "mqar": ("Associative recall", _mqar),
     "decode": ("Efficiency: decoding", _decode),
+    "benchmark": ("Efficiency: benchmarks", _benchmark),
     "ablations": ("Ablations", _ablations),
     "ablation cell": ("Ablation runs", _ablation_cell),
     "causality": ("Causality: blockwise against stepwise", _causality),
