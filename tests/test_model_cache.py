@@ -139,6 +139,16 @@ def test_a_row_without_any_token_disturbs_nobody():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["momentum_deltanet", "hybrid"])
+def test_a_piece_in_which_no_row_has_a_token_changes_nothing(name):
+    model = small_model(name)
+    ids = tokens(2, 6)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)
+    found = in_pieces(model, ids, [3, 2, 1], mask)[:, 3:]
+    assert relative_error(found, model(ids[:, 3:]).logits) < TOLERANCE
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_right_padding_without_a_mask_changes_no_earlier_logit(name):
     """How lm-eval calls a model: longer rows decide the width, nobody passes a mask."""
