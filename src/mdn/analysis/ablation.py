@@ -25,7 +25,7 @@ from mdn.analysis.paper_arithmetic import paper_arithmetic
 from mdn.analysis.products import running_growth, shares_over
 from mdn.analysis.recording import LayerRecord, record_model
 from mdn.training.data import prepare_data
-from mdn.training.files import write_atomically
+from mdn.training.files import exclusive_lock, write_atomically
 from mdn.training.metrics import read_metrics
 from mdn.training.non_finite import NonFiniteError
 from mdn.training.recipe import validate
@@ -108,8 +108,16 @@ def recipe_of(cell: Cell, scale: Scale, run_dir: Path) -> Recipe:
 
 
 def run_cell(cell: Cell, scale: Scale, out: Path) -> dict[str, Any]:
-    """Train (or go on, or only read) one cell; its result is also in ``result.json`` of its directory."""
+    """Train (or go on, or only read) one cell; its result is also in ``result.json`` of its directory.
+
+    Two processes may work on one grid: whoever comes second to a cell waits for it and reads its result.
+    """
     run_dir = cell.directory(out)
+    with exclusive_lock(run_dir / ".lock"):
+        return _run_cell(cell, scale, run_dir)
+
+
+def _run_cell(cell: Cell, scale: Scale, run_dir: Path) -> dict[str, Any]:
     path = run_dir / "result.json"
     settings = plain(vars(scale))
     if path.is_file():

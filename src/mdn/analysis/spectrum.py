@@ -96,7 +96,7 @@ def sampled_regions(points: int = 4000, seed: int = 0) -> dict[str, GateSample]:
     rng = np.random.default_rng(seed)
     zero, one = np.zeros(points), np.ones(points)
     first = GateSample(rng.uniform(0, 1, points), rng.uniform(0, 2, points), zero, one)
-    free = GateSample(*rng.uniform(0, 1, (3, points)), eta=rng.uniform(0, 2, points))
+    free = GateSample(*(rng.uniform(0, high, points) for high in (1, 1, 1, 2)))
     alpha = rng.uniform(0, 1, points)
     beta = rng.uniform(0, 1, points) * (1 - alpha)
     constrained = GateSample(alpha, beta, rng.uniform(math.exp(-1), 1, points), rng.uniform(0, 2, points))
