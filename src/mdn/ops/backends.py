@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -26,6 +27,7 @@ _MODULES = {
 }
 
 
+@cache
 def backend_module(name: str) -> ModuleType:
     return importlib.import_module(_MODULES[name])
 

@@ -6,6 +6,8 @@ then M, where N is B, or the number of sequences in ``cu_seqlens``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -185,10 +187,11 @@ def fused_recurrent_momentum_delta_rule(
     chosen = backends.resolve(backend, q, v)
     state = _own_state(initial_state, q, v)
     outputs = []
+    settings: tuple[Any, ...] = (None, scale, use_qk_l2norm_in_kernel, use_p_times_alpha, chosen)
     for t in range(q.shape[1]):
         now = [None if x is None else x[:, t] for x in (q, k, v, p, log_alpha, log_mu, beta, eta)]
-        flags = (None, scale, use_qk_l2norm_in_kernel, use_p_times_alpha, chosen)
-        outputs.append(dispatch.momentum_delta_step(*now, state[0], state[1], *flags))
+        arguments: list[Any] = [*now, state[0], state[1], *settings]
+        outputs.append(dispatch.step_now(*arguments))
     return torch.stack(outputs, dim=1), state if output_final_state else None
 
 
@@ -233,7 +236,9 @@ def momentum_delta_step(
     scale = validation.check_scale(scale, q)
     chosen = backends.resolve(backend, q, v)
     flags = (scale, use_qk_l2norm_in_kernel, use_p_times_alpha, chosen)
-    return dispatch.momentum_delta_step(*inputs, fast_weight, momentum, state_indices, *flags)
+    # The custom op exists for the compiler; in eager mode its dispatch would cost more than the step itself.
+    step = dispatch.momentum_delta_step if torch.compiler.is_compiling() else dispatch.step_now
+    return step(*inputs, fast_weight, momentum, state_indices, *flags)
 
 
 # ------------------------------------------------------------------------------------------------------------ shared

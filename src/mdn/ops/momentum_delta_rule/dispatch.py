@@ -125,8 +125,7 @@ torch.library.register_autograd(
 )
 
 
-@torch.library.custom_op("mdn::momentum_delta_step", mutates_args=("fast_weight", "momentum"))
-def momentum_delta_step(
+def step_now(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -143,10 +142,16 @@ def momentum_delta_step(
     p_times_alpha: bool,
     backend: str,
 ) -> Tensor:
+    """One token, both states updated in place."""
     options = RuleOptions(scale, 1, l2norm, p_times_alpha)
     inputs = (q, k, v, p, log_alpha, log_mu, beta, eta)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         return backend_module(backend).step_(*inputs, fast_weight, momentum, state_indices, options)
+
+
+momentum_delta_step = torch.library.custom_op(
+    "mdn::momentum_delta_step", step_now, mutates_args=("fast_weight", "momentum")
+)
 
 
 @momentum_delta_step.register_fake
