@@ -113,7 +113,7 @@ def run_cell(cell: Cell, scale: Scale, out: Path) -> dict[str, Any]:
     Two processes may work on one grid: whoever comes second to a cell waits for it and reads its result.
     """
     run_dir = cell.directory(out)
-    with exclusive_lock(run_dir / ".lock"):
+    with exclusive_lock(out / f".{run_dir.name}.lock"):
         return _run_cell(cell, scale, run_dir)
 
 
