@@ -6,6 +6,7 @@ grouped heads need no extra buffer. Per value head, with S, M before the chunk, 
     q_weights k, p_weights k, q_weights^T q, p_weights^T p                      from `backward_scores`
 The row sums of the first six with q, p and k are gradients of abar, b and of the last rows of Gamma and the mu mask:
 they go to `backward_gates` as sums [5, tokens, HV], with <dS, S>, <dS, M>, <dM, M> as overlaps [chunks, HV, 4].
+Loops over V end at ``value_dim``, a number equal to V: the compiler would unroll a constant loop, and spill.
 """
 
 import triton
@@ -32,6 +33,7 @@ def read_state(
     first,
     left,
     head,
+    value_dim,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -43,7 +45,7 @@ def read_state(
 ):
     """x state^T [C, K] of a [tokens, HV, V] tensor and one [K, V] state."""
     total = tl.zeros([C, BK], COMPUTE)
-    for column in range(0, V, BV):
+    for column in range(0, value_dim, BV):
         x_tile = load_tile(x, first, left, head, HV, column, V, C, BV)
         offsets, mask = state_offsets(column, K, V, BK, BV)
         state_tile = tl.load(state + offsets, mask=mask, other=0.0)
@@ -56,6 +58,7 @@ def store_overlaps(
     overlap,
     states,
     gradients,
+    value_dim,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -66,7 +69,7 @@ def store_overlaps(
     ss = tl.zeros([BK], COMPUTE)
     sm = tl.zeros([BK], COMPUTE)
     mm = tl.zeros([BK], COMPUTE)
-    for column in range(0, V, BV):
+    for column in range(0, value_dim, BV):
         offsets, mask = state_offsets(column, K, V, BK, BV)
         m = tl.load(states + K * V + offsets, mask=mask, other=0.0).to(COMPUTE)
         ds = tl.load(gradients + offsets, mask=mask, other=0.0).to(COMPUTE)
@@ -98,7 +101,7 @@ def add_weighted_rows(
     COMPUTE: tl.constexpr,
 ):
     """total + weights diag(eta) rows, or total + weights^T rows; 16 tokens at a time to keep operands small."""
-    for token in range(0, C, 16):
+    for token in range(0, tl.minimum(left, C), 16):
         row_tile = load_tile(rows, first + token, left - token, key_head, H, 0, K, 16, BK)
         if TRANSPOSED:
             tile = load_tile(weights, first + token, left - token, head, HV, 0, C, 16, C)
@@ -159,6 +162,7 @@ def backward_inputs_kernel(
     cu_seqlens,
     time,
     plane,
+    value_dim,
     scale,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -192,7 +196,7 @@ def backward_inputs_kernel(
         s_state = states + (row * HV + head) * (2 * K * V)
         m_state = s_state + K * V
         s_gradient = state_gradients + (row * HV + head) * (2 * K * V)
-        store_overlaps(overlaps + (row * HV + head) * 4, s_state, s_gradient, K, V, BK, BV, COMPUTE)
+        store_overlaps(overlaps + (row * HV + head) * 4, s_state, s_gradient, value_dim, K, V, BK, BV, COMPUTE)
 
         # p: the prediction errors read the states one row earlier.
         p_tile = load_tile(probe, first, left, key_head, H, 0, K, C, BK)
@@ -200,10 +204,10 @@ def backward_inputs_kernel(
         if P_TIMES_ALPHA:
             p_factor = p_factor * tl.exp(load_gate(log_alpha, first, left, head, HV, C, COMPUTE))
         of_s, of_m = load_coefficients(coefficients, 0, first, left, head, HV, plane, C, COMPUTE)
-        through = read_state(dv, s_state, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
+        through = read_state(dv, s_state, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
         d_abar = -following(p_factor * tl.sum(through * p_tile, axis=1), C)
         part = -of_s[:, None] * through
-        through = read_state(dv, m_state, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
+        through = read_state(dv, m_state, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
         d_b = following(p_factor * tl.sum(through * p_tile, axis=1), C)
         part += of_m[:, None] * through
         part = add_weighted_rows(
@@ -221,11 +225,15 @@ def backward_inputs_kernel(
         # k: keys write into the states after the chunk and into both [C, C] matrices.
         k_tile = load_tile(k, first, left, key_head, H, 0, K, C, BK)
         of_s, of_m = load_coefficients(coefficients, 3, first, left, head, HV, plane, C, COMPUTE)
-        through = read_state(residual, s_gradient, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
+        through = read_state(
+            residual, s_gradient, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE
+        )
         d_last_gamma = k_factor * eta_rows * tl.sum(through * k_tile, axis=1)
         store_gate(sums + 2 * plane, d_last_gamma, first, left, head, HV, C)
         part = of_s[:, None] * through
-        through = read_state(residual, s_gradient + K * V, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
+        through = read_state(
+            residual, s_gradient + K * V, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE
+        )
         d_last_mu = -k_factor * eta_rows * tl.sum(through * k_tile, axis=1)
         store_gate(sums + 3 * plane, d_last_mu, first, left, head, HV, C)
         part -= of_m[:, None] * through
@@ -242,11 +250,11 @@ def backward_inputs_kernel(
         q_tile = load_tile(q, first, left, key_head, H, 0, K, C, BK)
         q_factor = inverse_norm(q_tile, L2NORM, C, COMPUTE) * scale
         of_s, of_m = load_coefficients(coefficients, 1, first, left, head, HV, plane, C, COMPUTE)
-        through = read_state(grad_o, s_state, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
+        through = read_state(grad_o, s_state, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
         d_abar += q_factor * tl.sum(through * q_tile, axis=1)
         store_gate(sums, d_abar, first, left, head, HV, C)
         q_gradient += of_s[:, None] * through
-        through = read_state(grad_o, m_state, first, left, head, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
+        through = read_state(grad_o, m_state, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
         d_b -= q_factor * tl.sum(through * q_tile, axis=1)
         store_gate(sums + plane, d_b, first, left, head, HV, C)
         q_gradient -= of_m[:, None] * through

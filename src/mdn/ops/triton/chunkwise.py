@@ -339,6 +339,7 @@ def _backward_inputs(
         sums=sums,
         overlaps=overlaps,
         plane=problem.plane,
+        value_dim=problem.v.shape[-1],
         **problem.shared_arguments(),
         **problem.chunk_arguments(),
         **problem.norm_arguments(),

@@ -77,7 +77,7 @@ _NARROW_OPERANDS = {
     # One [C, C] sum in a loop over V.
     "backward_scores": (Tile(32, 8, 2), Tile(32, 8, 1)),
     # Two to four [C, K] sums live at once.
-    "backward_inputs": (Tile(32, 8, 2), Tile(32, 8, 1)),
+    "backward_inputs": (Tile(32, 8, 1), Tile(32, 8, 1)),
     "backward_gates": (Tile(16, 8, 1), Tile(16, 8, 1)),
     # Bandwidth only: 128-byte rows, many small programs.
     "decode": (Tile(32, 4, 1), Tile(32, 8, 1)),
