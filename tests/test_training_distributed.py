@@ -21,6 +21,8 @@ from training_support import losses, tiny_recipe
 
 TESTS = Path(__file__).parent
 JOBS = ("ddp:ddp:2", "fsdp:fsdp:2", "refused:fsdp:2:plain", "hsdp:hsdp:4")
+COPIES = ("one-to-two:copy:run", "two-to-one:copy:ddp", "fsdp-two-to-four:copy:fsdp")
+RESUMES = ("one-to-two:ddp:2", "fsdp-two-to-four:fsdp:4")
 
 
 def run_jobs(root: Path, *jobs: str) -> None:
@@ -40,17 +42,13 @@ def numbers(root: Path, name: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process here, then every job of JOBS, then resumes with other numbers of ranks."""
+    """One process here, then every job, then resumes with other numbers of ranks."""
     place = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "plot_loss", lambda *_: None)
         patch.setattr(run, "plot_gates", lambda *_: None)
         run.train(tiny_recipe(place))
-        run_jobs(place, *JOBS)
-        for name, source in (("one-to-two", "run"), ("two-to-one", "ddp"), ("fsdp-two-to-four", "fsdp")):
-            shutil.copytree(place / source, place / name, ignore=shutil.ignore_patterns("summary.json"))
-            checkpoints.remove(place / name / "checkpoint-12")
-        run_jobs(place, "one-to-two:ddp:2", "fsdp-two-to-four:fsdp:4")
+        run_jobs(place, *JOBS, *COPIES, *RESUMES)
         run.train(tiny_recipe(place, "two-to-one"))
     return place
 

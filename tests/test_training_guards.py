@@ -104,6 +104,19 @@ def test_skipping_ends_when_every_step_is_bad(tmp_path: Path, monkeypatch: pytes
         run.train(tiny_recipe(tmp_path, training=training))
 
 
+@pytest.mark.usefixtures("_no_plots")
+def test_recomputing_activations_changes_no_loss_and_bfloat16_stays_near(tmp_path: Path) -> None:
+    run.train(tiny_recipe(tmp_path, training={"steps": 4}))
+    run.train(tiny_recipe(tmp_path, "recomputed", training={"steps": 4, "gradient_checkpointing": True}))
+    run.train(tiny_recipe(tmp_path, "half", training={"steps": 4, "precision": "bfloat16"}))
+    full, recomputed, half = (
+        [float.fromhex(value) for value in losses(tmp_path / name)] for name in ("run", "recomputed", "half")
+    )
+    assert recomputed == pytest.approx(full, abs=1e-6)
+    assert half == pytest.approx(full, rel=0.02)
+    assert half != full
+
+
 def test_gate_statistics_are_those_of_the_gates_of_every_layer(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, model={"num_hidden_layers": 2, "min_log_mu": -0.01})
     model = build_model(recipe, model_config(recipe, 257, 256))

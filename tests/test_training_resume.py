@@ -6,23 +6,19 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mdn.training import checkpoints, files, run
-from mdn.training.metrics import read_metrics
-from mdn.training.recipe import to_yaml
 from mdn.training.run import train
 from training_support import losses, tiny_recipe
 
 TESTS = Path(__file__).parent
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,14 +38,24 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_run_killed_inside_saves_and_at_random_moments_ends_with_the_same_losses_bit_for_bit(whole: Path) -> None:
-    script = [sys.executable, str(TESTS / "training_kills.py"), str(whole)]
-    output = subprocess.run(script, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+@pytest.fixture(scope="module")
+def interrupted(whole: Path) -> dict[str, Any]:
+    """What happened to the children of training_interruptions.py."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    script = [sys.executable, str(TESTS / "training_interruptions.py"), str(whole)]
+    output = subprocess.run(script, capture_output=True, text=True, env=environment, timeout=400)
     assert output.returncode == 0, output.stderr
-    history = json.loads(output.stdout.splitlines()[-1])
-    planted = [(moment, status) for moment, status in history if moment.startswith(("in_", "after_", "before_"))]
-    assert all(os.WIFSIGNALED(status) for _, status in planted), history  # every planted kill did strike
-    assert history[-1] == ["undisturbed", 0]
+    return json.loads(output.stdout.splitlines()[-1])
+
+
+def test_a_run_killed_inside_saves_and_at_random_moments_ends_with_the_same_losses_bit_for_bit(
+    whole: Path, interrupted: dict[str, Any]
+) -> None:
+    kills = interrupted["kills"]
+    planted = [(moment, status) for moment, status in kills if moment.startswith(("in_", "after_", "before_"))]
+    assert len(planted) == 6
+    assert all(os.WIFSIGNALED(status) for _, status in planted), kills  # every planted kill did strike
+    assert kills[-1] == ["undisturbed", 0]
     assert losses(whole / "killed") == losses(whole / "run")
     assert (whole / "killed" / "summary.json").is_file()
 
@@ -74,26 +80,17 @@ def test_a_finished_run_is_reported_and_not_trained_again(whole: Path) -> None:
     assert (whole / "run" / "metrics.jsonl").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_save_exit_zero_and_the_run_goes_on_exactly(whole: Path, number: signal.Signals) -> None:
-    name = f"stopped-{number.name}"
-    recipe = tiny_recipe(whole, name, logging={"save_every": 0})
-    path = whole / f"{name}.yaml"
-    path.write_text(to_yaml(recipe))
-    start = "import sys; from mdn.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", start, "train", str(path)]
-    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
-    metrics = whole / name / "metrics.jsonl"
-    while process.poll() is None and not any(line["step"] >= 2 for line in read_metrics(metrics)):
-        time.sleep(0.01)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_ctrl_c_and_sigterm_save_exit_zero_and_the_run_goes_on_exactly(
+    whole: Path, interrupted: dict[str, Any], name: str
+) -> None:
+    status, output = interrupted["stops"][name]
+    assert status == 0
     assert "stopped at step" in output
-    [saved] = checkpoints.all_paths(whole / name)
+    [saved] = checkpoints.all_paths(whole / f"stopped-{name}")
     assert 2 <= checkpoints.step_of(saved) < 12
-    train(recipe)
-    assert losses(whole / name) == losses(whole / "run")
+    train(tiny_recipe(whole, f"stopped-{name}"))
+    assert losses(whole / f"stopped-{name}") == losses(whole / "run")
 
 
 def test_a_torn_checkpoint_is_refused_by_name_and_left_alone(whole: Path, tmp_path: Path) -> None:
@@ -143,31 +140,14 @@ def test_an_unwritable_directory_is_one_clear_error(whole: Path, tmp_path: Path)
         train(recipe)
 
 
-def test_a_full_disk_stops_with_one_line_and_keeps_the_last_good_checkpoint(whole: Path) -> None:
-    """A limit on the size of files makes the second checkpoint fail half way, as a full disk would."""
-    script = f"""
-import resource, sys
-from pathlib import Path
-from training_support import tiny_recipe
-from mdn.training import checkpoints, files, run
-run.plot_loss = run.plot_gates = lambda *_: None
-publish = checkpoints.publish
-def limited(*arguments):
-    path = publish(*arguments)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    return path
-checkpoints.publish = limited
-try:
-    run.train(tiny_recipe(Path({str(whole)!r}), "full"))
-except OSError as error:
-    print(error)
-    sys.exit(2)
-"""
-    command = [sys.executable, "-c", script]
-    output = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
-    assert output.returncode == 2, output.stderr
-    assert "checkpoint-6 could not be written" in output.stdout
-    assert "the last good checkpoint is checkpoint-3" in output.stdout
+def test_a_full_disk_stops_with_one_line_and_keeps_the_last_good_checkpoint(
+    whole: Path, interrupted: dict[str, Any]
+) -> None:
+    status, message = interrupted["disk_full"]
+    assert status == 2
+    assert "checkpoint-6 could not be written" in message
+    assert "the last good checkpoint is checkpoint-3" in message
+    assert [path.name for path in checkpoints.all_paths(whole / "full")] == ["checkpoint-3"]
     train(tiny_recipe(whole, "full"))
     assert losses(whole / "full") == losses(whole / "run")
 

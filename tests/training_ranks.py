@@ -1,14 +1,16 @@
 """Trains the tiny recipe on several forked processes that talk through gloo; see test_training_distributed.py.
 
-    python training_ranks.py ROOT NAME:STRATEGY:RANKS[:plain] ...
+    python training_ranks.py ROOT NAME:STRATEGY:RANKS[:plain] NAME:copy:SOURCE ...
 
 Every rank of every job writes ROOT/NAME-RANKS-<rank>.json. With `plain`, accelerate stays as it is and does not shard.
+NAME:copy:SOURCE makes NAME what the run SOURCE was at step 9.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from mdn.training import run
+from mdn.training import checkpoints, run
 from training_support import tiny_recipe
 
 
@@ -70,10 +72,19 @@ def remember_groups(report: dict[str, Any]) -> None:
     run.RecipeTrainer._prepare_for_training = prepare
 
 
+def unfinished_copy(source: Path, target: Path) -> None:
+    """The run as it was at step 9."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("summary.json"))
+    checkpoints.remove(target / "checkpoint-12")
+
+
 def main(root: Path, jobs: list[str]) -> None:
     tiny_recipe(root)  # writes the corpus
     for job in jobs:
         name, strategy, ranks, *plain = job.split(":")
+        if strategy == "copy":
+            unfinished_copy(root / ranks, root / name)
+            continue
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

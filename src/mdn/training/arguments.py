@@ -73,7 +73,7 @@ def training_arguments(recipe: Recipe, run_dir: Path, ranks: int) -> TrainingArg
     training, plan = recipe.training, plan_batch(recipe.training, ranks)
     on_cpu = not torch.cuda.is_available()
     sharded = recipe.distributed.strategy != "ddp"
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(run_dir),
         seed=recipe.seed,
         data_seed=recipe.seed,
@@ -104,3 +104,7 @@ def training_arguments(recipe: Recipe, run_dir: Path, ranks: int) -> TrainingArg
         **_schedule(training),
         **_sharding(recipe, ranks),
     )
+    if arguments.n_gpu > 1:
+        # The engine would spread one process over all GPUs and so multiply the batch. Several GPUs are torchrun's job.
+        arguments._n_gpu = 1
+    return arguments
