@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from first_order_cases import RULES, VECTOR, arguments, chunk, random_state
 from mdn.ops import SequenceBoundaries, first_order
+from mdn.ops.first_order.backend import HINTS, REFUSED
 from mdn.ops.l2norm import l2norm
 
 
@@ -25,6 +26,17 @@ def test_arguments_have_the_names_order_and_defaults_of_fla(rule):
     for name in shared:
         if name != "chunk_size":
             assert ours[name].default == theirs[name].default
+    left_out = set(theirs) - set(ours) - {"kwargs"}
+    assert left_out <= {*HINTS, *REFUSED}
+    tensors = arguments(rule, T=3)
+    plain, _ = chunk(rule)(**tensors)
+    for name in left_out & set(HINTS):
+        assert torch.equal(chunk(rule)(**tensors, **{name: True})[0], plain)
+    for name in left_out & set(REFUSED):
+        with pytest.raises(ValueError, match=f"{name}=True is not supported"):
+            chunk(rule)(**tensors, **{name: True})
+    with pytest.raises(ValueError, match="unknown argument 'head_first'"):
+        chunk(rule)(**tensors, head_first=True)
     assert {"scale", "initial_state", "output_final_state", "cu_seqlens"} <= set(shared)
 
 
@@ -56,11 +68,15 @@ def test_on_a_gpu_the_kernels_of_fla_get_the_arguments_by_their_names(rule, back
     tensors, boundaries = arguments(rule, B=1, T=9, HV=4), SequenceBoundaries.from_lengths([4, 5])
     state = random_state(rule, 2, HV=4)
     options = {"scale": 0.3, "initial_state": state, "output_final_state": True, "cu_seqlens": boundaries}
+    if "cu_seqlens_cpu" in signature.parameters:
+        options["cu_seqlens_cpu"] = boundaries.cu_seqlens
     assert chunk(rule)(**tensors, **options, backend=backend) == ("output", "state")
     (call,) = calls
     assert call["scale"] == 0.3
     assert call["initial_state"] is state
     assert call["cu_seqlens"] is boundaries.cu_seqlens
+    if "cu_seqlens_cpu" in signature.parameters:
+        assert call["cu_seqlens_cpu"] is boundaries.cu_seqlens
     grouped_in_fla = rule in ("gated_delta_rule", "comba", "kda")
     for name, tensor in tensors.items():
         repeats = tensor.shape[2] < 4 and not grouped_in_fla

@@ -70,12 +70,13 @@ def test_float32_keeps_its_precision_when_vector_decays_reach_minus_twenty_a_ste
         close(x, y, 5e-6)
 
 
+@pytest.mark.parametrize("gates", ["strong", "mixed", "hard zeros"])
 @pytest.mark.parametrize("lengths", [None, [3, 0, 1, 70, 17]])
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in VECTOR])
-def test_the_native_kernel_gives_the_outputs_states_and_gradients_of_the_definition(rule, lengths):
+def test_the_native_kernel_gives_the_outputs_states_and_gradients_of_the_definition(rule, lengths, gates):
     boundaries = None if lengths is None else SequenceBoundaries.from_lengths(lengths)
     batch, time, count = (2, 91, 2) if lengths is None else (1, sum(lengths), len(lengths))
-    exact = arguments(rule, B=batch, T=time, H=2, HV=4, K=16, V=16)
+    exact = arguments(rule, B=batch, T=time, H=2, HV=4, K=16, V=16, gates=gates)
     state = random_state(rule, count, HV=4, K=16, V=16)
     expected = outputs_and_gradients(recurrent(rule), exact, state, cu_seqlens=boundaries)
     single = {name: x.float() for name, x in exact.items()}

@@ -23,6 +23,26 @@ BACKENDS = ("auto", "torch", "cpu", "fla")
 GROUPED_IN_FLA = ("gated_delta_rule", "comba", "kda")
 """the rules whose kernels know value heads that share a key head"""
 
+HINTS = ("cu_seqlens_cpu", "chunk_indices", "safe_gate", "disable_recompute", "lower_bound")
+"""arguments of FLA's functions that change how its kernels compute, not what"""
+REFUSED = {
+    "cp_context": "context parallelism is not offered for the first-order rules",
+    "return_intermediate_states": "states inside a sequence are not returned; call the rule on its pieces",
+    "use_graph": "it belongs to FLA's Ascend kernels",
+    "max_num_seqs": "it belongs to FLA's Ascend kernels",
+}
+
+
+def check_hints(hints: Mapping[str, Any]) -> None:
+    """Further arguments of FLA's functions: hints go to its kernels and mean nothing elsewhere, others are refused."""
+    for name, value in hints.items():
+        if name in REFUSED and value:
+            raise ValueError(f"{name}={value!r} is not supported: {REFUSED[name]}")
+        if name not in HINTS and name not in REFUSED:
+            raise ValueError(
+                f"unknown argument {name!r}; beyond the signature FLA's hints are taken: {', '.join(HINTS)}"
+            )
+
 
 def choose_backend(x: Tensor, backend: str, native: bool = True) -> str:
     """'torch', 'cpu' or 'fla' for tensors like x; raises if a backend asked for by name cannot work.

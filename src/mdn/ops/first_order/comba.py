@@ -6,11 +6,13 @@ S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T. The error is read b
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 
-from .backend import call_fla, choose_backend
+from .backend import call_fla, check_hints, choose_backend
 from .inputs import Inputs, prepare
 from .recurrence import recurrent_scalar_decay
 from .scalar_decay import chunk_scalar_decay
@@ -32,15 +34,17 @@ def chunk_comba(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    **hints: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs `[B, T, HV, V]`; p `[B, T, H, K]` (None: k), g and beta `[B, T, HV]` (None: no decay, ones)."""
+    check_hints(hints)
     backend = choose_backend(q, backend)
     if backend == "fla":
         tensors = {"q": q, "k": k, "v": v, "p": k if p is None else p}
         tensors["g"] = v.new_zeros(v.shape[:3]) if g is None else g
         tensors["beta"] = v.new_ones(v.shape[:3]) if beta is None else beta
         state = initial_state, output_final_state, cu_seqlens
-        return call_fla("comba", tensors, scale, *state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+        return call_fla("comba", tensors, scale, *state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **hints)
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel)
     return inputs.finish(
         *chunk_scalar_decay(inputs, *closed_loop(inputs, p, g, beta), chunk_size, backend), output_final_state

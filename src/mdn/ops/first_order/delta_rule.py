@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 
-from .backend import call_fla, choose_backend
+from .backend import call_fla, check_hints, choose_backend
 from .gated_delta_rule import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
 
 
@@ -25,13 +25,15 @@ def chunk_delta_rule(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    **hints: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs `[B, T, HV, V]`; beta is `[B, T, HV]`."""
+    check_hints(hints)
     backend = choose_backend(q, backend)
     if backend == "fla":
         before = scale, initial_state, output_final_state, cu_seqlens
         tensors = {"q": q, "k": k, "v": v, "beta": beta}
-        return call_fla("delta_rule", tensors, *before, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+        return call_fla("delta_rule", tensors, *before, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **hints)
     options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "backend": backend}
     state = initial_state, output_final_state, use_qk_l2norm_in_kernel
     return chunk_gated_delta_rule(q, k, v, None, beta, scale, *state, **options)

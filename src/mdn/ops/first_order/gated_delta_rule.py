@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 
-from .backend import call_fla, choose_backend
+from .backend import call_fla, check_hints, choose_backend
 from .comba import closed_loop
 from .gates import log_decay_from, writing_strength
 from .inputs import prepare
@@ -40,6 +40,7 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
+    **hints: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs `[B, T, HV, V]`; g and beta are `[B, T, HV]` (None: no decay, ones).
 
@@ -49,12 +50,13 @@ def chunk_gated_delta_rule(
     if use_gate_in_kernel and g is not None:
         g = log_decay_from(g, A_log, dt_bias)
     strength = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    check_hints(hints)
     backend = choose_backend(q, backend)
     if backend == "fla":
         tensors = {"q": q, "k": k, "v": v, "g": v.new_zeros(v.shape[:3]) if g is None else g, "beta": strength}
         state = initial_state, output_final_state, cu_seqlens
         options: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "state_v_first": state_v_first}
-        return call_fla("gated_delta_rule", tensors, scale, *state, **options)
+        return call_fla("gated_delta_rule", tensors, scale, *state, **options | hints)
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
     loop = closed_loop(inputs, None, g, strength)
     output = chunk_scalar_decay(inputs, *loop, chunk_size, backend, read_decayed=True)

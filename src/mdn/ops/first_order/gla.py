@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 
-from .backend import call_fla, choose_backend
+from .backend import call_fla, check_hints, choose_backend
 from .inputs import prepare
 from .recurrence import recurrent_vector_decay
 from .step import step_
@@ -26,11 +28,13 @@ def chunk_gla(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    **hints: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs `[B, T, HV, V]`; g is `[B, T, HV, K]`, logarithms."""
+    check_hints(hints)
     if choose_backend(q, backend, native=False) == "fla":
         state = initial_state, output_final_state, cu_seqlens
-        return call_fla("gla", {"q": q, "k": k, "v": v, "g": g}, scale, *state, state_v_first=state_v_first)
+        return call_fla("gla", {"q": q, "k": k, "v": v, "g": g}, scale, *state, state_v_first=state_v_first, **hints)
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, state_v_first=state_v_first)
     output = chunk_vector_decay(inputs, inputs.log_decay("g", g, vector=True), None, None, chunk_size)
     return inputs.finish(*output, output_final_state)

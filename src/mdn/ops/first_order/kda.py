@@ -12,7 +12,7 @@ from torch import Tensor
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.l2norm import l2norm
 
-from .backend import call_fla, choose_backend
+from .backend import call_fla, check_hints, choose_backend
 from .gates import log_decay_from, writing_strength
 from .inputs import Inputs, expand_heads, prepare
 from .recurrence import recurrent_vector_decay
@@ -41,6 +41,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
+    **hints: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs `[B, T, HV, V]`; g is `[B, T, HV, K]` and beta `[B, T, HV]`.
 
@@ -50,11 +51,12 @@ def chunk_kda(
     if use_gate_in_kernel:
         g = log_decay_from(g, A_log, dt_bias, lower_bound, vector=True)
     strength = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    check_hints(hints)
     if choose_backend(q, backend, native=False) == "fla":
         tensors = {"q": q, "k": k, "v": v, "g": g, "beta": strength}
         state = initial_state, output_final_state, cu_seqlens
         options: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "state_v_first": state_v_first}
-        return call_fla("kda", tensors, scale, *state, **options)
+        return call_fla("kda", tensors, scale, *state, **options | hints)
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first)
     output = chunk_vector_decay(*_as_low_rank(inputs, g, strength), chunk_size)
     return inputs.finish(*output, output_final_state)

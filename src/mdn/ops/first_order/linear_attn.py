@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 
-from .backend import call_fla, choose_backend
+from .backend import call_fla, check_hints, choose_backend
 from .inputs import expand_heads
 from .simple_gla import chunk_simple_gla, recurrent_simple_gla
 from .step import scalar_step_, step_
@@ -35,12 +35,14 @@ def chunk_linear_attn(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    **hints: Any,
 ) -> tuple[Tensor, State | None]:
     """Outputs `[B, T, HV, V]` and, if asked for, the final state."""
+    check_hints(hints)
     backend = choose_backend(q, backend)
     if backend == "fla":
         state = initial_state, output_final_state, cu_seqlens
-        o, final = call_fla("linear_attn", {"q": q, "k": k, "v": v}, scale, *state, normalize=normalize)
+        o, final = call_fla("linear_attn", {"q": q, "k": k, "v": v}, scale, *state, normalize=normalize, **hints)
         return o, final if output_final_state else None
 
     def rule(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -5,11 +5,13 @@ The layer passes a = -kappa and b = kappa * (in-context learning rate) with a un
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 
-from .backend import call_fla, choose_backend
+from .backend import call_fla, check_hints, choose_backend
 from .inputs import prepare
 from .recurrence import recurrent_vector_decay
 from .step import step_
@@ -30,11 +32,13 @@ def chunk_rwkv7(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    **hints: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs `[B, T, HV, V]`; r, k `[B, T, H, K]`, a, b and w (logarithms) `[B, T, HV, K]`."""
+    check_hints(hints)
     if choose_backend(r, backend, native=False) == "fla":
         tensors = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
-        return call_fla("rwkv7", tensors, scale, initial_state, output_final_state, cu_seqlens)
+        return call_fla("rwkv7", tensors, scale, initial_state, output_final_state, cu_seqlens, **hints)
     inputs = prepare(r, k, v, scale, initial_state, cu_seqlens)
     gates = inputs.log_decay("w", w, vector=True), inputs.key("a", a), inputs.key("b", b)
     return inputs.finish(*chunk_vector_decay(inputs, *gates, chunk_size), output_final_state)

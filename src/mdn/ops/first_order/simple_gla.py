@@ -5,12 +5,14 @@ This is FLA's "simple GLA" and the state update of Mamba2 (q = C, k = B, v = dt 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 
-from .backend import call_fla, choose_backend
+from .backend import call_fla, check_hints, choose_backend
 from .inputs import prepare
 from .recurrence import recurrent_scalar_decay
 from .scalar_decay import chunk_scalar_decay
@@ -31,13 +33,15 @@ def chunk_simple_gla(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    **hints: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs `[B, T, HV, V]`; g is `[B, T, HV]`, or g_gamma `[HV]` for a constant decay, or neither for none."""
+    check_hints(hints)
     backend = choose_backend(q, backend)
     if backend == "fla":
         tensors = {"q": q, "k": k, "v": v, "g": g, "g_gamma": g_gamma}
         state = initial_state, output_final_state, cu_seqlens
-        return call_fla("simple_gla", tensors, scale, *state, state_v_first=state_v_first)
+        return call_fla("simple_gla", tensors, scale, *state, state_v_first=state_v_first, **hints)
     inputs = prepare(q, k, v, scale, initial_state, cu_seqlens, state_v_first=state_v_first)
     log_decay = inputs.log_decay("g", _one_gate(g, g_gamma, v))
     output = chunk_scalar_decay(inputs, None, log_decay, inputs.gate("beta", None, 1.0), chunk_size, backend)
