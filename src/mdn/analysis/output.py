@@ -34,8 +34,9 @@ def write_results(path: Path | None, kind: str, results: dict[str, Any], command
     """One JSON file that says what it is (``kind``: the report page looks for it) and which command made it."""
     if path is None:
         return
-    content = {"kind": kind, "command": command or command_line(), **results}
-    write_atomically(path, (json.dumps(plain(content), indent=1) + "\n").encode())
+    content = plain({"kind": kind, "command": command or command_line(), **results})
+    lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())  # a line per entry
+    write_atomically(path, ("{" + ",\n".join(lines) + "}\n").encode())
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
