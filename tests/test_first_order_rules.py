@@ -116,6 +116,18 @@ def test_gradients_of_a_pack_equal_those_of_the_definition(rule):
         close(x, y, 1e-12)
 
 
+def test_a_pack_seen_in_inference_mode_can_be_trained_on_afterwards():
+    tensors = arguments("kda", B=1, T=23)
+    boundaries = SequenceBoundaries.from_lengths([20, 3])
+    with torch.inference_mode():
+        expected, _ = chunk("kda")(**tensors, cu_seqlens=boundaries)
+    leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+    output, _ = chunk("kda")(**leaves, cu_seqlens=boundaries)
+    output.sum().backward()
+    assert torch.equal(output, expected)
+    assert all(torch.isfinite(x.grad).all() for x in leaves.values())
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_segments_with_states_passed_on_equal_the_whole_sequence(rule):
     tensors = arguments(rule, T=75)

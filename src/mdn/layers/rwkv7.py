@@ -197,7 +197,7 @@ class RWKV7Attention(BaselineMixer):
             raise ValueError(
                 f"layer {self.layer_idx} needs the values of the first RWKV-7 layer, which has not run yet"
             )
-        return torch.lerp(v, _first_values[layout].to(v.dtype), self.v_lora(x).sigmoid())
+        return torch.lerp(v, _first_values[layout].to(v), self.v_lora(x).sigmoid())
 
     def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         state = (self.num_heads, self.head_dim, self.head_dim)

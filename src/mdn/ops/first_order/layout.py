@@ -101,8 +101,11 @@ class PackLayout(ChunkLayout):
         return state.index_select(0, self.ranks)
 
 
-# The layers of a model share one pack: its index tensors are made once.
-_pack_layout = lru_cache(maxsize=16)(PackLayout)
+@lru_cache(maxsize=16)
+def _pack_layout(offsets: tuple[int, ...], chunk_size: int, device: torch.device) -> PackLayout:
+    """Made once for the layers of a model, which share one pack; its indices must outlive an inference mode."""
+    with torch.inference_mode(False):
+        return PackLayout(offsets, chunk_size, device)
 
 
 def chunk_layout(x: Tensor, boundaries: SequenceBoundaries | None, chunk_size: int) -> ChunkLayout:
