@@ -59,10 +59,10 @@ def backward_scores_kernel(
 
     # Eta stays outside the weights, so that its own gradient needs no division (it may be zero).
     q_factor = inverse_norm(load_tile(q, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE) * scale
-    d_scores = similarity(grad_o, residual, first, left, first, left, head, HV, V, C, BV, PRECISION, COMPUTE)
+    d_scores = similarity(grad_o, residual, first, left, first, left, head, HV, V, V, C, BV, PRECISION, COMPUTE)
     d_scores *= q_factor[:, None] * k_factor[None, :]
     store_tile(q_weights, d_scores * gamma_tile, first, left, head, HV, 0, C, C, C)
-    total = d_scores * similarity(q, k, first, left, first, left, key_head, H, K, C, 16, PRECISION, COMPUTE)
+    total = d_scores * similarity(q, k, first, left, first, left, key_head, H, K, K, C, 16, PRECISION, COMPUTE)
 
     if p is None:
         probe = k
@@ -71,10 +71,12 @@ def backward_scores_kernel(
     p_factor = inverse_norm(load_tile(probe, ahead, left_ahead, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE)
     if P_TIMES_ALPHA:
         p_factor = p_factor * tl.exp(load_gate(log_alpha, ahead, left_ahead, head, HV, C, COMPUTE))
-    d_overlap = similarity(dv, residual, ahead, left_ahead, first, left, head, HV, V, C, BV, PRECISION, COMPUTE)
+    d_overlap = similarity(dv, residual, ahead, left_ahead, first, left, head, HV, V, V, C, BV, PRECISION, COMPUTE)
     d_overlap *= -p_factor[:, None] * k_factor[None, :]
     store_tile(p_weights, d_overlap * gamma_tile, ahead, left_ahead, head, HV, 0, C, C, C)
     tl.store(p_weights + (first * HV + head) * C + rows, tl.zeros([C], p_weights.dtype.element_ty))
-    total += d_overlap * similarity(probe, k, ahead, left_ahead, first, left, key_head, H, K, C, 16, PRECISION, COMPUTE)
+    total += d_overlap * similarity(
+        probe, k, ahead, left_ahead, first, left, key_head, H, K, K, C, 16, PRECISION, COMPUTE
+    )
     total = tl.where(lower, total * eta_rows[None, :], 0.0)
     store_tile(d_gamma, total, first, left, head, HV, 0, C, C, C)

@@ -148,6 +148,7 @@ def similarity(
     left,
     head,
     heads,
+    width,
     WIDTH: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -156,10 +157,11 @@ def similarity(
 ):
     """x y^T [C, C] of two [tokens, heads, WIDTH] tensors; x may begin at another token.
 
-    In slices of the width: an operand of a whole [C, WIDTH] tile would take half of the registers.
+    In slices of the width: an operand of a whole [C, WIDTH] tile would take half of the registers. ``width`` is WIDTH
+    again, as a run-time number where the compiler must not unroll the loop.
     """
     total = tl.zeros([C, C], COMPUTE)
-    for column in range(0, WIDTH, BLOCK):
+    for column in range(0, width, BLOCK):
         x_tile = load_tile(x, x_first, x_left, head, heads, column, WIDTH, C, BLOCK)
         y_tile = load_tile(y, first, left, head, heads, column, WIDTH, C, BLOCK)
         total = add_product(total, x_tile, tl.trans(y_tile), PRECISION, COMPUTE)

@@ -162,6 +162,7 @@ def _prepare(problem: Problem, q, k, p, gates, gamma: Tensor | None) -> dict[str
         **problem.chunk_arguments(),
         **problem.norm_arguments(),
         plane=problem.plane,
+        key_dim=q.shape[-1],
     )
     return buffers
 

@@ -65,6 +65,7 @@ def prepare_kernel(
     cu_seqlens,
     time,
     plane,
+    key_dim,
     scale,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -118,7 +119,7 @@ def prepare_kernel(
     if gamma is not None:
         store_tile(gamma, gamma_tile, first, left, head, HV, 0, C, C, C)
     weighted = gamma_tile * q_factor[:, None] * write_factor[None, :]
-    weighted *= similarity(q, k, first, left, first, left, key_head, H, K, C, 16, PRECISION, COMPUTE)
+    weighted *= similarity(q, k, first, left, first, left, key_head, H, key_dim, K, C, 16, PRECISION, COMPUTE)
     store_tile(scores, weighted, first, left, head, HV, 0, C, C, C)
 
     if p is None:
@@ -134,6 +135,6 @@ def prepare_kernel(
     store_coefficients(coefficients, 0, p_factor * abar_rows, p_factor * b_rows, first, left, head, HV, plane, C)
     overlap = assemble(earlier_gamma, abar_earlier, b_earlier, x_rows, y_rows, C)
     overlap *= p_factor[:, None] * write_factor[None, :]
-    overlap *= similarity(probe, k, first, left, first, left, key_head, H, K, C, 16, PRECISION, COMPUTE)
+    overlap *= similarity(probe, k, first, left, first, left, key_head, H, key_dim, K, C, 16, PRECISION, COMPUTE)
     solved = unit_lower_inverse(overlap, C, PRECISION, COMPUTE)
     store_tile(inverse, solved, first, left, head, HV, 0, C, C, C)
