@@ -18,14 +18,15 @@ import torch
 from mdn.ops.momentum_delta_rule.options import RuleOptions
 
 CHUNK = 64
+HEADS_400M = 6  # of the paper's 400M model (K=128, V=256): strides are constants of the compiled code
 BARS = {"launches": {"forward": 5, "backward": 6}, "bytes_K128": {"forward": 3000, "backward": 8000}}
 SHARED_LIMIT_SM90 = 232_448
 
 
-def example_inputs(time: int, key_dim: int, value_dim: int) -> tuple[list[Any], RuleOptions]:
-    """bfloat16 inputs of one head: (q, k, v, p, log_alpha, log_mu, beta, eta), p not given, L2 norm inside."""
-    rows = [torch.zeros(1, time, 1, width, dtype=torch.bfloat16) for width in (key_dim, key_dim, value_dim)]
-    gates = [torch.zeros(1, time, 1) for _ in range(4)]
+def example_inputs(time: int, key_dim: int, value_dim: int, heads: int = 1) -> tuple[list[Any], RuleOptions]:
+    """bfloat16 inputs: (q, k, v, p, log_alpha, log_mu, beta, eta), p not given, L2 norm inside."""
+    rows = [torch.zeros(1, time, heads, width, dtype=torch.bfloat16) for width in (key_dim, key_dim, value_dim)]
+    gates = [torch.zeros(1, time, heads) for _ in range(4)]
     return [*rows, None, *gates], RuleOptions(scale=key_dim**-0.5, chunk_size=CHUNK)
 
 
@@ -35,7 +36,7 @@ def record_launches(key_dim: int, value_dim: int, target: str) -> list[Any]:
     from mdn.ops.triton.launcher import watch_launches
     from mdn.ops.triton.tiles import assume_target
 
-    inputs, options = example_inputs(2 * CHUNK, key_dim, value_dim)
+    inputs, options = example_inputs(2 * CHUNK, key_dim, value_dim, HEADS_400M)
     with assume_target(target), watch_launches(run=False) as seen:
         o, state, residual = forward(*inputs, None, None, options, True)
         backward(o, None, *inputs, None, residual, None, options)

@@ -67,8 +67,8 @@ def choose_tile(kernel: str, key_dim: int, value_dim: int, itemsize: int, target
 
 # For each kernel: the choice for K <= 128, then for K > 128 (states twice as tall).
 _NARROW_OPERANDS = {
-    # No V. The [C, C] float32 matrices fill the registers.
-    "prepare": (Tile(16, 4, 1), Tile(16, 8, 1)),
+    # No V. The [C, C] float32 matrices fill the registers: 8 warps share them.
+    "prepare": (Tile(16, 8, 1), Tile(16, 8, 1)),
     # S and M stay in registers beside their copies as operands: 16 columns.
     "forward_states": (Tile(16, 4, 2), Tile(16, 8, 1)),
     # Only two products a chunk: 32 columns fit.
@@ -84,7 +84,6 @@ _NARROW_OPERANDS = {
 }
 # Hopper and Blackwell data-centre parts read operands from shared memory, of which they have more: wider tiles fit.
 _LARGE_TENSOR_CORES = {
-    "prepare": (Tile(16, 8, 1), Tile(16, 8, 1)),
     "forward_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
     "backward_states": (Tile(32, 8, 2), Tile(32, 8, 1)),
 }
