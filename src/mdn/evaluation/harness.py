@@ -24,7 +24,7 @@ import lm_eval
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from mdn.evaluation.definitions import definition_of
+from mdn.evaluation.definitions import TASKS_FOLDER, definition_of
 from mdn.evaluation.local_data import LocalFile, MissingData, find_local_file, write_local_task
 from mdn.evaluation.provenance import model_hash, provenance
 from mdn.evaluation.suites import Work
@@ -117,6 +117,8 @@ def evaluate(subject: Subject, work: Work, task: Any, settings: Settings, path: 
     found = lm_eval.simple_evaluate(
         model=_harness_model(subject, work, settings),
         tasks=[task],
+        # Without one the harness reads all of its definitions again.
+        task_manager=TaskManager(include_path=str(TASKS_FOLDER), include_defaults=False),
         limit=settings.limit,
         use_cache=str(partial),
         log_samples=False,
