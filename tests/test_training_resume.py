@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from mdn.training import checkpoints, files, run
+from mdn.training.metrics import read_metrics
 from mdn.training.run import train
 from training_support import losses, tiny_recipe
 
 TESTS = Path(__file__).parent
+RUNS = ("run", "killed")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,6 +59,11 @@ def test_a_run_killed_inside_saves_and_at_random_moments_ends_with_the_same_loss
     assert all(os.WIFSIGNALED(status) for _, status in planted), kills  # every planted kill did strike
     assert kills[-1] == ["undisturbed", 0]
     assert losses(whole / "killed") == losses(whole / "run")
+    for kind in ("gates", "held_out"):
+        steps = [
+            [line["step"] for line in read_metrics(whole / name / "metrics.jsonl") if kind in line] for name in RUNS
+        ]
+        assert steps[0] == steps[1], kind
     assert (whole / "killed" / "summary.json").is_file()
 
 

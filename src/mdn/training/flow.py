@@ -36,7 +36,8 @@ class RunFlow(TrainerCallback):
         assert_parameters_are_sharded(self.trainer)
         settings = self.recipe.training
         if self.writes:
-            self.metrics.resume_at(state.global_step)
+            # A run without a checkpoint starts its log anew: what stands at step 0 is measured again below.
+            self.metrics.resume_at(state.global_step or -1)
         self.bar = ProgressBar(settings.total_steps, state.global_step, settings.batch_tokens, self.writes)
         wanted = self.writes and self.recipe.logging.tensorboard
         self.board = TensorBoard(self.run_dir / "tensorboard", state.global_step + 1, wanted)

@@ -29,6 +29,11 @@ class MetricsLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(_plain(line), allow_nan=False) + "\n" for line in lines))
 
+    def write_once(self, line: dict[str, Any]) -> None:
+        """Append the line unless one with the same step and keys is there (a run killed after its last evaluation)."""
+        if not any(old["step"] == line["step"] and old.keys() == line.keys() for old in read_metrics(self.path)):
+            self.write(line)
+
 
 def _plain(value: Any) -> Any:
     """NaN and infinity are not JSON: they become null."""

@@ -172,7 +172,7 @@ def _finish(
     if not trainer.is_world_process_zero():
         return summary
     summary["references"] = measure_references(data.training, data.held_out, Encoder(data.tokenizer))
-    flow.metrics.write({"step": trainer.state.global_step, "held_out": held_out})
+    flow.metrics.write_once({"step": trainer.state.global_step, "held_out": held_out})
     (staged / "training_args.bin").unlink(missing_ok=True)
     summary["sample"] = complete(staged, recipe.sample) if recipe.sample.prompt else None
     loss_plot, _ = plot_loss(run_dir, recipe, command), plot_gates(run_dir, recipe, command)
