@@ -3,24 +3,28 @@
 import json
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from mdn import ops
-from mdn.analysis import ablation, causality
+from mdn.analysis import ablation, causality, figures
 from mdn.analysis.ablation import EXACT, PAPER, Cell, Scale, cells
 from mdn.analysis.ablation_rows import ROWS, choose_rows
 from mdn.analysis.ablation_table import summarise, table
 from mdn.analysis.blockwise_parallel import blockwise_parallel, parallel_blocks
-from mdn.analysis.paper_arithmetic import paper_arithmetic
+from mdn.analysis.paper_arithmetic import masked_coefficients, paper_arithmetic
 from mdn.bench.decode import Size, bench, cache_bytes, equal_configs, filled_cache, growth
+from mdn.bench.paper_form import log_domain_coefficients
 from mdn.cli import main
 from mdn.layers import MIXERS, MomentumDeltaNet
 from mdn.models import MomentumDeltaNetForCausalLM
 from mdn.training.build import count_parameters
 from mdn.training.non_finite import NonFiniteError
 
+ROOT = Path(__file__).resolve().parent.parent
 TINY = Size(hidden_size=32, layers=2, heads=2, vocab_size=50)
 
 
@@ -173,6 +177,15 @@ def test_growth_of_the_state_is_called_dynamics():
     assert row["verdict"].startswith("dynamics: diverges")
 
 
+def test_the_masked_log_domain_coefficients_have_the_values_of_the_papers():
+    torch.manual_seed(0)
+    log_alpha, log_mu = -torch.rand(2, 3, 20) * 0.2
+    beta = torch.rand(3, 20)
+    expected = log_domain_coefficients(log_alpha, log_mu, beta)
+    for mine, theirs in zip(masked_coefficients(log_alpha, log_mu, beta), expected):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_the_papers_arithmetic_agrees_with_the_exact_form_where_it_is_well_conditioned():
     torch.manual_seed(0)
     layer = MomentumDeltaNet(32, 8, 2, expand_v=1, min_log_mu=-0.05, layer_idx=0).eval()
@@ -246,3 +259,28 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, message, capsys)
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------------------ figures of the docs
+
+
+def words_of(svg):
+    """All text of a drawing: titles, labels, ticks, legends and the command."""
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text(encoding="utf-8"))
+
+
+def test_every_recorded_result_of_the_docs_gives_its_figure_again(tmp_path):
+    data, kept = ROOT / figures.DATA, ROOT / figures.FIGURES
+    assert figures.main(["--data", str(data), "--figures", str(tmp_path)]) == 0
+    names = sorted(path.stem for path in data.glob("*.json"))
+    assert sorted(path.stem for path in tmp_path.glob("*.png")) == names
+    for name in names:
+        assert (kept / f"{name}.png").is_file(), f"make figures was not run for {name}"
+        assert words_of(tmp_path / f"{name}.svg") == words_of(kept / f"{name}.svg"), f"{name} is out of date"
+
+
+def test_every_figure_that_the_experiment_pages_show_has_recorded_results():
+    pages = [*(ROOT / "docs" / "experiments").glob("*.md"), ROOT / "docs" / "analysis.md"]
+    for page in pages:
+        for name in re.findall(r"\]\([./]*figures/([\w-]+)\.(?:png|svg)\)", page.read_text(encoding="utf-8")):
+            assert (ROOT / figures.DATA / f"{name}.json").is_file(), f"{page} shows {name}"

@@ -41,7 +41,7 @@ class Scale:
     """How much is trained; part of what makes a finished cell valid."""
 
     steps: int = 200
-    paper_steps: int = 60
+    paper_steps: int = 40
     """with the paper's arithmetic, which is slow; its failures come early"""
     batch_tokens: int = 2048
     sequence_length: int = 256
@@ -49,6 +49,16 @@ class Scale:
     held_out_bytes: int = 100_000
     text: str | None = None
     """a file or folder to train on; None: the Python standard library"""
+
+    def steps_of(self, arithmetic: str) -> int:
+        return self.steps if arithmetic == EXACT else min(self.steps, self.paper_steps)
+
+    def settings(self, arithmetic: str) -> dict[str, Any]:
+        """What decides the result of a cell with this arithmetic."""
+        return {name: value for name, value in vars(self).items() if name != "paper_steps"} | {
+            "steps": self.steps_of(arithmetic),
+            "schedule": self.steps,
+        }
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,6 @@ def cells(rows: list[str], seeds: int, paper_seeds: int) -> list[Cell]:
 
 def recipe_of(cell: Cell, scale: Scale, run_dir: Path) -> Recipe:
     exact = cell.arithmetic == EXACT
-    steps = scale.steps if exact else min(scale.steps, scale.paper_steps)
     return validate(
         {
             "name": run_dir.name,
@@ -92,7 +101,7 @@ def recipe_of(cell: Cell, scale: Scale, run_dir: Path) -> Recipe:
                 "batch_tokens": scale.batch_tokens,
                 "micro_batch_tokens": scale.batch_tokens,
                 "sequence_length": scale.sequence_length,
-                "steps": steps,
+                "steps": scale.steps_of(cell.arithmetic),
                 "learning_rate": scale.learning_rate,
                 "warmup_steps": max(scale.steps // 10, 1),
             },
@@ -119,7 +128,7 @@ def run_cell(cell: Cell, scale: Scale, out: Path) -> dict[str, Any]:
 
 def _run_cell(cell: Cell, scale: Scale, run_dir: Path) -> dict[str, Any]:
     path = run_dir / "result.json"
-    settings = plain(vars(scale))
+    settings = scale.settings(cell.arithmetic)
     if path.is_file():
         result = json.loads(path.read_text())
         if result["scale"] == settings:
