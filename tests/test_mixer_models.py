@@ -82,6 +82,16 @@ def test_a_model_learns_a_sequence_by_heart(name, fields):
     assert losses[-1] < 0.6 * losses[0]
 
 
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_the_model_is_one_graph_to_the_compiler(name):
+    made = model(name, num_hidden_layers=2 if name == "rwkv7" else 1)
+    ids = torch.randint(0, 61, (2, 7), generator=torch.Generator().manual_seed(3))
+    expected = made(ids, use_cache=False).logits
+    torch.compiler.reset()
+    found = torch.compile(made, backend="eager", fullgraph=True)(ids, use_cache=False).logits
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", RECURRENT)
 def test_gradient_checkpointing_does_not_change_the_gradients(name):
     gradients = []

@@ -36,6 +36,7 @@ class TokenLayout:
         self.unpadded = unpadded
         self.past_length = past_length
         self.key_mask = key_mask
+        self.shared: dict[str, Tensor] = {}  # what a layer leaves for later ones of the same call
         self._positions = positions
         self._rotary: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._extended: dict[int, tuple[Tensor, Tensor, Tensor]] = {}

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +29,7 @@ from mdn.ops import first_order
 
 SLOWEST_LOG_DECAY = -math.exp(-0.5)
 STREAMS = "rwkvag"
-
-# Later layers blend in the values of the first one: they stay beside the layout of the call for as long as it lives.
-_first_values: WeakKeyDictionary[TokenLayout, Tensor] = WeakKeyDictionary()
+FIRST_VALUES = "values of the first RWKV-7 layer"
 
 
 class TokenShift(ShortConvolution):
@@ -191,13 +188,13 @@ class RWKV7Attention(BaselineMixer):
     def _values(self, x: Tensor, layout: TokenLayout) -> Tensor:
         v = self.v_proj(x)
         if self.is_first:
-            _first_values[layout] = v
+            layout.shared[FIRST_VALUES] = v
             return v
-        if layout not in _first_values:
+        if FIRST_VALUES not in layout.shared:
             raise ValueError(
                 f"layer {self.layer_idx} needs the values of the first RWKV-7 layer, which has not run yet"
             )
-        return torch.lerp(v, _first_values[layout].to(v), self.v_lora(x).sigmoid())
+        return torch.lerp(v, layout.shared[FIRST_VALUES].to(v), self.v_lora(x).sigmoid())
 
     def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         state = (self.num_heads, self.head_dim, self.head_dim)

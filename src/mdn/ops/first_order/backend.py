@@ -54,7 +54,9 @@ def choose_backend(x: Tensor, backend: str, native: bool = True) -> str:
     if backend == "auto":
         if _why_not_fla(x) is None:
             return "fla"
-        return "cpu" if x.dtype == torch.float32 and _why_not_cpu(x, native) is None else "torch"
+        # A compiler can look into the torch form and not into the kernel, which would end its graph.
+        wanted = x.dtype == torch.float32 and not torch.compiler.is_compiling()
+        return "cpu" if wanted and _why_not_cpu(x, native) is None else "torch"
     reason = _why_not_fla(x) if backend == "fla" else _why_not_cpu(x, native) if backend == "cpu" else None
     if reason:
         raise ValueError(f"backend={backend!r} cannot be used here: {reason}")

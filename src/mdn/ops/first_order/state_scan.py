@@ -37,8 +37,9 @@ class _StateScan(torch.autograd.Function):
             if E is not None:
                 following += E[now]
             if R is not None:
-                torch.sub(U[now], W[now] @ state, out=R[now])
-                following += X[now].transpose(-1, -2) @ R[now]
+                errors = U[now] - W[now] @ state
+                R[now] = errors
+                following += X[now].transpose(-1, -2) @ errors
             state = following
         finished.append(state)
         final = torch.cat(finished[::-1])
@@ -59,8 +60,9 @@ class _StateScan(torch.autograd.Function):
             grad_after[now] = grad_state
             grad_before = decay[now] * grad_state + grad_starts[now]
             if dR is not None:
-                torch.add(grad_R[now], X[now] @ grad_state, out=dR[now])
-                grad_before -= W[now].transpose(-1, -2) @ dR[now]
+                grad_errors = grad_R[now] + X[now] @ grad_state
+                dR[now] = grad_errors
+                grad_before -= W[now].transpose(-1, -2) @ grad_errors
             grad_state = grad_before
         grad_initial = torch.cat([grad_state, grad_final[grad_state.shape[0] :]])
         grad_decay = (grad_after * starts).sum_to_size(decay.shape)
