@@ -119,8 +119,10 @@ def test_a_checkpoint_without_a_marker_is_refused_by_name(whole: Path, tmp_path:
 def test_a_checkpoint_of_another_recipe_is_refused_with_the_field_that_differs(whole: Path, tmp_path: Path) -> None:
     _stopped_copy(whole, tmp_path)
     recipe = _copy_recipe(whole, tmp_path, training={"learning_rate": 2e-2})
+    before = (tmp_path / "run" / "recipe.yaml").read_text()
     with pytest.raises(ValueError, match=r"checkpoint-12 comes from another recipe \(training.learning_rate was 0.01"):
         train(recipe)
+    assert (tmp_path / "run" / "recipe.yaml").read_text() == before
 
 
 def test_a_run_may_go_on_with_another_micro_batch(whole: Path, tmp_path: Path) -> None:

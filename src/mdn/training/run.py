@@ -73,7 +73,7 @@ def train(recipe: Recipe, command: str | None = None) -> RunResult:
 def _train(recipe: Recipe, run_dir: Path, stop: StopSignal, command: str) -> RunResult:
     first = is_first_rank()
     if first:
-        _claim(recipe, run_dir)
+        _claim(run_dir)
     data = prepare_data(recipe)
     config = model_config(recipe, data.cache.vocab_size, data.cache.end_id)
     identity = identity_of(recipe, config, data.cache.directory.name)
@@ -81,6 +81,8 @@ def _train(recipe: Recipe, run_dir: Path, stop: StopSignal, command: str) -> Run
     finished = _finished(run_dir, identity)
     if finished is not None:
         return RunResult(run_dir, finished["steps"], finished)
+    if first:
+        write_atomically(run_dir / "recipe.yaml", to_yaml(recipe).encode())
     if checkpoint is not None and first:
         print(f"resuming {checkpoint.path} (step {checkpoint.step})", file=sys.stderr)
 
@@ -100,14 +102,13 @@ def _train(recipe: Recipe, run_dir: Path, stop: StopSignal, command: str) -> Run
     return RunResult(run_dir, trainer.state.global_step, summary)
 
 
-def _claim(recipe: Recipe, run_dir: Path) -> None:
-    """Make the directory and write the recipe there, so that an unwritable place is noticed before any work."""
+def _claim(run_dir: Path) -> None:
+    """Make the directory and lock it, so that an unwritable or occupied place is noticed before any work."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if not lock_for_life(run_dir / ".lock"):
             raise ValueError(f"another process is training in {run_dir}; wait for it, or give another `output`")
         checkpoints.clear_staging(run_dir)
-        write_atomically(run_dir / "recipe.yaml", to_yaml(recipe).encode())
     except OSError as error:
         raise OSError(f"output {run_dir} cannot be written: {error.strerror or error}") from None
 
