@@ -49,20 +49,9 @@ def backward_gates_kernel(
     last_gamma = load_gate(sums + 2 * plane, first, left, head, HV, C, COMPUTE)
     d_gamma_tile += tl.where(at_end[:, None], last_gamma[None, :], 0.0)
 
-    # Through the right factor of Gamma: beta and the mu mask.
+    # Through the left factor of Gamma, the alpha mask, first: after it only one [C, C] mask has to be held at a time.
     alpha_mask, alpha_blocks, alpha_in = decay_mask(log_alpha_rows, C, COMPUTE)
-    through_alpha = mask_transposed_times(alpha_blocks, alpha_in, d_gamma_tile, C, PRECISION, COMPUTE)
-    b_through_alpha = tl.sum(alpha_mask * d_b[:, None], axis=0)
     mu_mask, mu_blocks, mu_in = decay_mask(log_mu_rows, C, COMPUTE)
-    d_beta = tl.sum(through_alpha * mu_mask, axis=1) + b_through_alpha * mbar
-    store_gate(dbeta, d_beta, first, left, head, HV, C)
-    d_mbar = beta_rows * b_through_alpha + tl.where(at_end, tl.load(overlap + 2), 0.0)
-    last_mu = load_gate(sums + 3 * plane, first, left, head, HV, C, COMPUTE)
-    d_mu_mask = beta_rows[:, None] * through_alpha + tl.where(at_end[:, None], last_mu[None, :], 0.0)
-    d_log_mu = decay_mask_backward(d_mu_mask * mu_mask, C) + tl.cumsum(d_mbar * mbar, axis=0, reverse=True)
-    store_gate(dlog_mu, d_log_mu, first, left, head, HV, C)
-
-    # Through the left factor: the alpha mask.
     d_alpha_mask = times_mask_transposed(d_gamma_tile, mu_blocks, mu_in, C, PRECISION, COMPUTE)
     d_alpha_mask = (d_alpha_mask + d_b[:, None] * mbar[None, :]) * beta_rows[None, :]
     abar = tl.exp(tl.cumsum(log_alpha_rows, axis=0))
@@ -71,3 +60,14 @@ def backward_gates_kernel(
     d_log_alpha += decay_mask_backward(d_alpha_mask * alpha_mask, C)
     d_log_alpha += tl.cumsum(d_abar * abar, axis=0, reverse=True)
     store_gate(dlog_alpha, d_log_alpha, first, left, head, HV, C)
+    b_through_alpha = tl.sum(alpha_mask * d_b[:, None], axis=0)
+
+    # Through the right factor: beta and the mu mask.
+    through_alpha = mask_transposed_times(alpha_blocks, alpha_in, d_gamma_tile, C, PRECISION, COMPUTE)
+    d_beta = tl.sum(through_alpha * mu_mask, axis=1) + b_through_alpha * mbar
+    store_gate(dbeta, d_beta, first, left, head, HV, C)
+    d_mbar = beta_rows * b_through_alpha + tl.where(at_end, tl.load(overlap + 2), 0.0)
+    last_mu = load_gate(sums + 3 * plane, first, left, head, HV, C, COMPUTE)
+    d_mu_mask = beta_rows[:, None] * through_alpha + tl.where(at_end[:, None], last_mu[None, :], 0.0)
+    d_log_mu = decay_mask_backward(d_mu_mask * mu_mask, C) + tl.cumsum(d_mbar * mbar, axis=0, reverse=True)
+    store_gate(dlog_mu, d_log_mu, first, left, head, HV, C)

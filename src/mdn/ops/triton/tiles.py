@@ -84,7 +84,6 @@ _NARROW_OPERANDS = {
 }
 # Hopper and Blackwell data-centre parts read operands from shared memory, of which they have more: wider tiles fit.
 _LARGE_TENSOR_CORES = {
-    "forward_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
     "backward_states": (Tile(32, 8, 2), Tile(32, 8, 1)),
 }
 # float32 operands: twice the bytes and three times the products.
