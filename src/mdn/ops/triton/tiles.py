@@ -1,7 +1,7 @@
 """Tile sizes, warps and pipeline stages: one fixed choice per kernel, by K and operand width.
 
 There is no autotuning, so nothing is tuned again for another length or batch, and a run is the same run every time.
-The choices come from the resources that `mdn bench kernels` reads off, not from timings: no kernel has run on a GPU yet.
+The choices come from the resources that `mdn bench kernels` reads off, not from timings; no kernel has run on a GPU.
 At K <= 128 nothing spills on sm_80 and sm_90 except backward_gates on sm_90 (28 bytes); at K = 256 some kernels spill,
 and all fit the shared memory of an H100 block.
 """
