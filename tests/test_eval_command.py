@@ -1,0 +1,67 @@
+"""`mdn eval` from the command line: several models side by side, the files it writes, and bad input in one line."""
+
+import json
+
+import pytest
+
+from eval_support import make_model, make_tokenizer, write_data
+from mdn.cli import main
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval")
+    for number, name in enumerate(("first", "second")):
+        make_model(seed=number).save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+    write_data(folder / "data")
+    return folder
+
+
+def command(place, *options):
+    models = [str(place / "first"), str(place / "second")]
+    return ["eval", *models, "--data", str(place / "data"), "--out", str(place / "out"), *options]
+
+
+def test_two_models_stand_side_by_side_and_files_say_the_same(place, capsys):
+    files = ["--json", str(place / "r.json"), "--markdown", str(place / "r.md")]
+    assert main(command(place, "--suite", "perplexity", "--limit", "2", "--max-length", "256", *files)) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[-2:]] == ["first", "second"]
+    assert shown[-5].split() == ["Lamb.", "Wiki."]
+    content = json.loads((place / "r.json").read_text())
+    rows = {row["model"]: row["numbers"] for row in content["table"]["rows"]}
+    assert rows["first"] != rows["second"]
+    assert shown[-2].split()[1:] == [f"{number:.2f}" for number in rows["first"]]
+    assert f"| first | {rows['first'][0]:.2f} |" in (place / "r.md").read_text()
+    result = content["results"]["first"]["lambada_openai"]
+    assert result["metrics"]["perplexity"] == rows["first"][0]
+    assert (result["limit"], result["max_length"]) == (2, 256)
+    assert len(list((place / "out").rglob("*.json"))) == 4
+
+
+def test_missing_tasks_are_an_error_or_a_dash(place, capsys):
+    options = ("--suite", "retrieval", "--max-length", "256", "--limit", "1")
+    assert main(command(place, *options)) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("mdn: error:")
+    assert all(task in message for task in ("fda", "swde", "based_nq", "based_triviaqa"))
+    assert main(command(place, *options, "--skip-missing")) == 0
+    shown = capsys.readouterr().out
+    assert "first: retrieval Avg. over 2 of 6 tasks" in shown
+    assert shown.split("first ", 1)[1].split()[:2] == ["–", "–"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "give --suite or --tasks"),
+        (("--suite", "perplexiti"), "expected some of perplexity, commonsense, retrieval, longbench, needle, mqar"),
+        (("--tasks", "arc_eazy"), "did you mean arc_easy"),
+        (("--tasks", "arc_easy", "--limit", "0"), "--limit must be at least 1, got 0"),
+        (("--tasks", "arc_easy", "--data", "/nowhere"), "--data /nowhere is not a directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(place, capsys, options, words):
+    assert main(command(place, *options)) == 2
+    assert words in capsys.readouterr().err.strip().splitlines()[-1]
