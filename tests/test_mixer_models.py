@@ -82,7 +82,7 @@ def test_a_model_learns_a_sequence_by_heart(name, fields):
     assert losses[-1] < 0.6 * losses[0]
 
 
-@pytest.mark.parametrize("name", sorted(MIXERS))
+@pytest.mark.parametrize("name", ["gated_deltanet", "kda", "mamba2", "rwkv7"])  # both cores, and the two other shells
 def test_the_model_is_one_graph_to_the_compiler(name):
     made = model(name, num_hidden_layers=2 if name == "rwkv7" else 1)
     ids = torch.randint(0, 61, (2, 7), generator=torch.Generator().manual_seed(3))
