@@ -38,6 +38,10 @@ sanitize: setup-dev
 bench: setup-dev
 	$(BIN)/mdn bench op --json $(BENCH_OUT)/op.json --plot $(BENCH_OUT)/op.png
 
+# Every figure of the docs, from the recorded results in docs/experiments/data.
+figures: setup-dev
+	$(BIN)/python -m mdn.analysis.figures
+
 lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
