@@ -1,18 +1,21 @@
 """The needle generator: lengths, depths, answers; a tiny model; RULER's tasks on a text of one's own."""
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import torch
 
 from eval_support import make_model, make_tokenizer
 from mdn.cli import main
-from mdn.evaluation.harness import Settings, Subject
+from mdn.evaluation.harness import Settings, Subject, TaskSource
 from mdn.evaluation.needle.examples import NEEDLE, make_example
 from mdn.evaluation.needle.language_model import find_needles_in_text
 from mdn.evaluation.needle.text import documentation_sentences, documentation_text, sentences
-from mdn.evaluation.needle.tiny import TinySettings, build_tiny, find_needles, vocabulary
+from mdn.evaluation.needle.tiny import TinySettings, find_needles, vocabulary
 from mdn.evaluation.needle.words import Words, make_batch
+from mdn.evaluation.ruler import adapted_ruler
 from mdn.evaluation.run import run_works
 from mdn.evaluation.suites import Work
 
@@ -92,14 +95,23 @@ def test_no_word_of_the_noise_is_unknown():
 
 
 def test_scores_are_the_share_found_by_length_and_depth():
-    """A model whose head always says 42 finds exactly the needles that are 42."""
-    settings = TinySettings(test_lengths=(64, 96), depths=(0.0, 1.0), examples=30, keys=1)
-    words = vocabulary(settings)
-    model = build_tiny("gated_deltanet", words, settings).eval()
-    model.lm_head.weight = type(model.lm_head.weight)(model.lm_head.weight.detach().clone().zero_())
-    found = find_needles(model, settings)
-    assert found.shape == (2, 2)
-    assert np.all(found == 0)  # all logits equal: the padding token, never a number
+    """A stand-in that answers with the first number of the text: right where the asked needle comes first."""
+    words = vocabulary(TinySettings())
+    sign = words.ids["numbers"]
+
+    def first_number(inputs, logits_to_keep):
+        logits = torch.zeros(len(inputs), 1, len(words))
+        for row, ids in enumerate(inputs.tolist()):
+            needle = ids.index(sign, ids.index(sign) + 1)  # the instruction has the word, too
+            logits[row, 0, ids[needle + 5]] = 1.0  # numbers for KEY is : VALUE
+        return SimpleNamespace(logits=logits)
+
+    one = TinySettings(test_lengths=(64, 96), depths=(0.0, 1.0), examples=12, keys=1)
+    assert find_needles(first_number, one).tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    four = replace(one, keys=4, test_lengths=(128,), examples=40)
+    at_the_beginning, at_the_end = find_needles(first_number, four)[:, 0]
+    assert at_the_beginning == 1.0
+    assert at_the_end == 0.0
 
 
 def test_the_command_trains_a_tiny_model_and_draws_the_map(tmp_path, capsys):
@@ -123,8 +135,13 @@ def test_rulers_tasks_run_on_a_text_of_ones_own(tmp_path):
     model.save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
     subject = Subject("tiny", str(tmp_path / "m"), model, tokenizer)
-    works = [Work("niah_single_1", 1024, 1024), Work("niah_multikey_1", 1024, 1024)]
-    settings = Settings(tmp_path / "out", limit=1, haystack="stdlib")
-    outcome = run_works(works, [subject], settings, haystack=documentation_text())
-    for work in works:
-        assert 0.0 <= outcome.results["tiny"][work]["metrics"]["1024"] <= 1.0
+    works = [Work("niah_multikey_1", 2048, 2048)]
+    settings = Settings(tmp_path / "out", limit=2, haystack="one")
+    first = run_works(works, [subject], settings, haystack=documentation_text()).results["tiny"][works[0]]
+    assert 0.0 <= first["metrics"]["2048"] <= 1.0
+    assert first["examples"] == 2
+    own = "A sentence of my own. " * 100
+    with adapted_ruler(own, limit=2):
+        task = TaskSource().load(works[0], subject.source)
+    assert all("A sentence of my own." in row["input"] and len(row["outputs"]) == 1 for row in task.dataset["test"])
+    assert len(task.dataset["test"]) == 2

@@ -13,8 +13,6 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -166,31 +164,3 @@ def _metrics(found: dict[str, Any]) -> dict[str, float]:
         if separator and isinstance(value, int | float):
             metrics.setdefault(name, float(value))
     return metrics
-
-
-@contextmanager
-def replaced_haystack(text: str | None) -> Iterator[None]:
-    """RULER's tasks on another text than the essays on the Hub; sentences are then cut after ., ! and ?."""
-    if text is None:
-        yield
-        return
-    import nltk
-
-    download, nltk.download = nltk.download, lambda *args, **kwargs: True
-    try:
-        from lm_eval.tasks.ruler import prepare_niah
-    finally:
-        nltk.download = download
-    original, tokenize = prepare_niah.get_haystack, prepare_niah.cached_sent_tokenize
-    words = text.split()
-
-    def haystack(type_haystack: str) -> Any:
-        return words if type_haystack == "essay" else original(type_haystack)
-
-    from mdn.evaluation.needle.text import sentences
-
-    prepare_niah.get_haystack, prepare_niah.cached_sent_tokenize = haystack, sentences
-    try:
-        yield
-    finally:
-        prepare_niah.get_haystack, prepare_niah.cached_sent_tokenize = original, tokenize

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from mdn.evaluation.definitions import definition_of
-from mdn.evaluation.harness import Settings, Subject, TaskSource, evaluate, replaced_haystack, result_path
+from mdn.evaluation.harness import Settings, Subject, TaskSource, evaluate, result_path
 from mdn.evaluation.local_data import MissingData
+from mdn.evaluation.ruler import adapted_ruler
 from mdn.evaluation.suites import Suite, Work
 from mdn.evaluation.tables import Results
 from mdn.training.progress import progress
@@ -40,15 +42,17 @@ def run_works(
     source = TaskSource(settings.data)
     for work in works:
         definition_of(work.task)
-    with replaced_haystack(haystack):
+    needles = any(work.needle_length is not None for work in works)
+    with adapted_ruler(haystack, settings.limit) if needles else nullcontext():
         tasks, skipped = _load_all(works, source, subjects[0].source, skip_missing)
         for line in skipped:
             say(f"skipped: {line}")
         results: dict[str, Results] = {subject.label: {} for subject in subjects}
         todo = [(subject, work) for subject in subjects for work in works if work in tasks]
         for subject, work in progress(todo, desc="tasks", unit="task"):
-            # Haystacks are measured with each model's own tokenizer.
-            task = source.load(work, subject.source) if work.needle_length is not None else tasks[work]
+            task = tasks[work]
+            if work.needle_length is not None and subject is not subjects[0]:
+                task = source.load(work, subject.source)  # haystacks are measured with each model's own tokenizer
             path = result_path(subject, work, settings, source.local_file(work))
             results[subject.label][work] = evaluate(subject, work, task, settings, path)
     return Outcome(results, skipped)

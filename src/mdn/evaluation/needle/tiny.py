@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +98,7 @@ def train_tiny(mixer: str, settings: TinySettings) -> tuple[MomentumDeltaNetForC
 
 
 @torch.no_grad()
-def find_needles(model: MomentumDeltaNetForCausalLM, settings: TinySettings) -> np.ndarray:
+def find_needles(model: Callable[..., Any], settings: TinySettings) -> np.ndarray:
     """[depths, lengths]: the share of needles found, the same texts for every model."""
     words = vocabulary(settings)
     found = np.zeros((len(settings.depths), len(settings.test_lengths)))
