@@ -23,6 +23,10 @@ def command(place, *options):
     return ["eval", *models, "--data", str(place / "data"), "--out", str(place / "out"), *options]
 
 
+def shown_as(number: float) -> str:
+    return f"{number:.2f}" if number < 1e5 else f"{number:.2e}"
+
+
 def test_two_models_stand_side_by_side_and_files_say_the_same(place, capsys):
     files = ["--json", str(place / "r.json"), "--markdown", str(place / "r.md")]
     assert main(command(place, "--suite", "perplexity", "--limit", "2", "--max-length", "256", *files)) == 0
@@ -32,8 +36,8 @@ def test_two_models_stand_side_by_side_and_files_say_the_same(place, capsys):
     content = json.loads((place / "r.json").read_text())
     rows = {row["model"]: row["numbers"] for row in content["table"]["rows"]}
     assert rows["first"] != rows["second"]
-    assert shown[-2].split()[1:] == [f"{number:.2f}" for number in rows["first"]]
-    assert f"| first | {rows['first'][0]:.2f} |" in (place / "r.md").read_text()
+    assert shown[-2].split()[1:] == [shown_as(number) for number in rows["first"]]
+    assert f"| first | {shown_as(rows['first'][0])} |" in (place / "r.md").read_text()
     result = content["results"]["first"]["lambada_openai"]
     assert result["metrics"]["perplexity"] == rows["first"][0]
     assert (result["limit"], result["max_length"]) == (2, 256)

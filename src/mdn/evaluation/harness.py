@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -112,20 +114,8 @@ def evaluate(subject: Subject, work: Work, task: Any, settings: Settings, path: 
     path.parent.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     partial = path.with_suffix(".partial")
-    found = lm_eval.simple_evaluate(
-        model=_harness_model(subject, work, settings),
-        tasks=[task],
-        # Without one the harness reads all of its definitions again.
-        task_manager=TaskManager(include_path=str(TASKS_FOLDER), include_defaults=False),
-        limit=settings.limit,
-        use_cache=str(partial),
-        log_samples=False,
-        bootstrap_iters=1000,
-        random_seed=settings.seed,
-        numpy_random_seed=settings.seed,
-        torch_random_seed=settings.seed,
-        fewshot_random_seed=settings.seed,
-    )
+    with redirect_stdout(sys.stderr):  # the harness prints notes among its results
+        found = _simple_evaluate(subject, work, task, settings, partial)
     assert found is not None
     result = {
         "task": work.task,
@@ -145,6 +135,23 @@ def evaluate(subject: Subject, work: Work, task: Any, settings: Settings, path: 
     for leftover in path.parent.glob(f"{partial.name}*"):
         leftover.unlink()
     return result
+
+
+def _simple_evaluate(subject: Subject, work: Work, task: Any, settings: Settings, partial: Path) -> Any:
+    return lm_eval.simple_evaluate(
+        model=_harness_model(subject, work, settings),
+        tasks=[task],
+        # Without one the harness reads all of its definitions again.
+        task_manager=TaskManager(include_path=str(TASKS_FOLDER), include_defaults=False),
+        limit=settings.limit,
+        use_cache=str(partial),
+        log_samples=False,
+        bootstrap_iters=1000,
+        random_seed=settings.seed,
+        numpy_random_seed=settings.seed,
+        torch_random_seed=settings.seed,
+        fewshot_random_seed=settings.seed,
+    )
 
 
 def _harness_model(subject: Subject, work: Work, settings: Settings) -> HFLM:

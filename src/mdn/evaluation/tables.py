@@ -24,10 +24,14 @@ class Table:
     notes: list[str]
 
     def cells(self) -> list[list[str]]:
-        return [
-            [model, *(MISSING if number is None else f"{number:.2f}" for number in row)]
-            for model, row in zip(self.models, self.numbers)
-        ]
+        return [[model, *map(_shown, row)] for model, row in zip(self.models, self.numbers)]
+
+
+def _shown(number: float | None) -> str:
+    """Two decimals; an untrained model's perplexity in short."""
+    if number is None:
+        return MISSING
+    return f"{number:.2f}" if abs(number) < 1e5 else f"{number:.2e}"
 
 
 def make_table(suites: list[Suite], results: dict[str, Results]) -> Table:
