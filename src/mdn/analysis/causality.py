@@ -77,7 +77,7 @@ def decoding_difference(model: nn.Module, input_ids: Tensor) -> float:
 
 
 def _rewriting_recipe(cell: Cell) -> MqarRecipe:
-    """Every key is bound twice and the later value is asked; tested at the longest training length and at its double."""
+    """Every key is bound twice, the later value is asked; tested at the longest training length and at its double."""
     return MqarRecipe.model_validate(
         {
             "name": "causality",

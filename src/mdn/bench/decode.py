@@ -140,6 +140,6 @@ def draw(results: dict[str, Any]) -> Any:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         title = "memory per sequence" if batch is None else f"latency, batch {batch}"
-        axis.set(title=title, ylabel="MiB" if batch is None else "ms per token")
+        axis.set(title=title, ylabel="MiB" if batch is None else "ms per decoding step")
     axes[0].legend(fontsize=6)
     return fig
