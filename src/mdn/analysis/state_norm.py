@@ -86,7 +86,9 @@ def draw(results: dict[str, Any]) -> Any:
         heads = [(layer["layer"], value) for layer in entry["per layer"] for value in layer["mean change per head"]]
         offset = (number - (len(models) - 1) / 2) * 0.2
         right.plot([layer + offset for layer, _ in heads], [value for _, value in heads], "o", color=colour)
-    left.set(title=f"mean over n (running mean of {width})", xlabel="decoding step", ylabel="change of S, Frobenius norm")
+    left.set(
+        title=f"mean over n (running mean of {width})", xlabel="decoding step", ylabel="change of S, Frobenius norm"
+    )
     right.set(title="mean over time, every head", xlabel="layer", ylabel="change of S, Frobenius norm")
     right.xaxis.get_major_locator().set_params(integer=True)
     left.legend(fontsize=7)
