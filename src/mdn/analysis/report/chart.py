@@ -28,7 +28,7 @@ def _chart(runs: list[TrainingRun]) -> str:
     right = max((x for curve in curves for x, _ in curve), default=1)
 
     def x_of(tokens: float) -> float:
-        return LEFT + (WIDTH - LEFT - 8) * tokens / right
+        return LEFT + (WIDTH - LEFT - 24) * tokens / right  # room for half of the last label
 
     def y_of(loss: float) -> float:
         share = min(max((loss - low) / (high - low), -0.02), 1.03)
