@@ -12,6 +12,7 @@ from mdn.ops import (
     momentum_delta_step,
     recurrent_momentum_delta_rule,
 )
+from mdn.ops.momentum_delta_rule.workspace import workspace_for
 from momentum_cases import Inputs, leaves, make_inputs, relative_error, run_with_gradients, torch_chunk
 
 
@@ -196,6 +197,7 @@ def poisoned_memory():
         torch.utils.deterministic.fill_uninitialized_memory,
         True,
     )
+    workspace_for(torch.device("cpu"), torch.float32).forget()
     assert torch.empty(3).isnan().all()
     assert torch.zeros(2, 2).new_empty(5).isnan().all()
     yield

@@ -14,6 +14,7 @@ from torch import Tensor
 from mdn.ops.l2norm import L2NORM_EPS
 from mdn.ops.momentum_delta_rule.options import RuleOptions
 from mdn.ops.momentum_delta_rule.schedule import Group
+from mdn.ops.momentum_delta_rule.workspace import workspace_for
 
 
 @dataclass
@@ -41,7 +42,10 @@ def dense_block(x: Tensor, group: Group, size: int) -> Tensor:
 
 
 class ChunkReader:
-    """Reads the chunks of a group, converted to the compute dtype, normalised and padded."""
+    """Reads the chunks of a group, converted to the compute dtype, normalised and padded.
+
+    What is read lives in the workspace under the given name, until the name is read again.
+    """
 
     def __init__(self, q, k, v, p, log_alpha, log_mu, beta, eta, options: RuleOptions, dtype: torch.dtype):
         self.q, self.k, self.v, self.p = q, k, v, p
@@ -50,10 +54,11 @@ class ChunkReader:
         self.dtype = dtype
         self.heads = v.shape[-2]
         self.repeats = v.shape[-2] // q.shape[-2]
+        self.workspace = workspace_for(q.device, dtype)
 
-    def values(self, x: Tensor, group: Group) -> Tensor:
+    def values(self, name: str, x: Tensor, group: Group) -> Tensor:
         """A [B, T, HV, V] tensor as [Z, C, V]."""
-        return self._load(x, group, 1)
+        return self._load(name, x, group, 1)
 
     def values_into(self, out: Tensor, x: Tensor, group: Group, factor: float) -> None:
         """``out`` [Z, C, V] = factor * values(x)."""
@@ -61,11 +66,11 @@ class ChunkReader:
             source = dense_block(x, group, out.shape[1])
             torch.mul(source, factor, out=out.view(*source.shape))
         else:
-            torch.mul(self.values(x, group), factor, out=out)
+            torch.mul(self.values("values", x, group), factor, out=out)
 
-    def unit(self, x: Tensor, group: Group, out: Tensor | None = None) -> Unit:
+    def unit(self, name: str, x: Tensor, group: Group, out: Tensor | None = None) -> Unit:
         """q, k or p [B, T, H, K] as [Z, C, K], one head per value head."""
-        rows = self._load(x, group, self.repeats)
+        rows = self._load(name, x, group, self.repeats)
         if not self.options.l2norm:
             return Unit(rows if out is None else out.copy_(rows), None)
         norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
@@ -92,9 +97,14 @@ class ChunkReader:
             gradient = gradient.unflatten(0, (-1, heads, self.repeats)).sum(2).flatten(0, 1)
         return gradient
 
-    def _load(self, x: Tensor, group: Group, repeats: int) -> Tensor:
+    def _load(self, name: str, x: Tensor, group: Group, repeats: int) -> Tensor:
         width, size = x.shape[-1], group.tokens.shape[1]
-        rows = x.reshape(-1, width).index_select(0, group.rows(x.shape[-2], repeats)).to(self.dtype)
+        source, index = x.reshape(-1, width), group.rows(x.shape[-2], repeats)
+        rows = self.workspace.take(name, len(index), width)
+        if x.dtype == self.dtype:
+            torch.index_select(source, 0, index, out=rows)
+        else:
+            rows.copy_(source.index_select(0, index))
         if group.padding is not None:
             rows.view(-1, x.shape[-2] * repeats, size, width).masked_fill_(group.padding[:, None, :, None], 0.0)
         return rows.view(-1, size, width)
@@ -122,3 +132,20 @@ class ChunkWriter:
             kept = group.kept(heads)
             rows, index = rows[kept], index[kept]
         self.tensor.view(-1, width).index_copy_(0, index, rows.to(self.tensor.dtype))
+
+
+class GradientWriters:
+    """The gradients of q, k, v, p and the gates, filled group by group."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, p: Tensor | None, gates: tuple[Tensor, ...], dtype: torch.dtype
+    ):
+        self.query, self.key, self.value = (ChunkWriter.like(x) for x in (q, k, v))
+        self.probe = None if p is None else ChunkWriter.like(p)
+        self.gates = ChunkWriter(v.new_empty(*gates[0].shape, 4, dtype=dtype))
+        self._gate_dtypes = [gate.dtype for gate in gates]
+
+    def results(self) -> tuple[Tensor | None, ...]:
+        probe = None if self.probe is None else self.probe.tensor
+        gates = [x.to(dtype, copy=True) for x, dtype in zip(self.gates.tensor.unbind(-1), self._gate_dtypes)]
+        return (self.query.tensor, self.key.tensor, self.value.tensor, probe, *gates)

@@ -1,6 +1,276 @@
-"""The ``torch`` backend: the three functions that docs/architecture.md asks of a backend."""
+"""The ``torch`` backend: the exact chunkwise form in plain torch, with a hand-written backward, and the decode step.
 
+Notation and shapes: ``torch_chunk.py``. Work proceeds in the rounds and groups of ``schedule.py``: what does not depend
+on the state is done for a whole group at once, the states advance round by round. Only the inputs and R are kept for
+the backward pass, which rebuilds the states from R: first those before each group, then, group by group from the last
+one, those before each chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader, ChunkWriter, GradientWriters
+from mdn.ops.momentum_delta_rule.chunk_states import (
+    group_start_states,
+    stacked,
+    starting_states,
+    states_of_group,
+    unstack,
+)
+from mdn.ops.momentum_delta_rule.coefficients import momentum_coefficients_adjoint
+from mdn.ops.momentum_delta_rule.options import RuleOptions, compute_dtype
+from mdn.ops.momentum_delta_rule.schedule import Group, Slab, choose_chunk_size, make_schedule, sequences_of
 from mdn.ops.momentum_delta_rule.step import step_
-from mdn.ops.momentum_delta_rule.torch_chunk import backward, forward
+from mdn.ops.momentum_delta_rule.torch_chunk import (
+    Chunk,
+    along,
+    gather_,
+    prepare,
+    read_coefficients,
+    times_gamma,
+    write_coefficients,
+)
 
 __all__ = ["backward", "forward", "step_"]
+
+# (chunk, head) pairs worked on at once, and bytes of their states: larger batches of products fall out of the caches.
+PAIRS_AT_ONCE = 128
+STATE_BYTES_AT_ONCE = 16 * 2**20
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    log_alpha: Tensor,
+    log_mu: Tensor,
+    beta: Tensor,
+    eta: Tensor,
+    initial_state: Tensor | None,
+    boundaries: SequenceBoundaries | None,
+    options: RuleOptions,
+    save_residual: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = compute_dtype(q)
+    reader = ChunkReader(q, k, v, p, log_alpha, log_mu, beta, eta, options, dtype)
+    final_state = starting_states(initial_state, q, v, boundaries, dtype)
+    o = ChunkWriter.like(v)
+    residual = ChunkWriter(v.new_empty(v.shape if save_residual else (0,), dtype=dtype))
+    for slab in plan(q, v, boundaries, options.chunk_size):
+        state = stacked(final_state, slab.sequences)
+        for group in slab.groups:
+            chunk = prepare(reader, group)
+            outputs, errors = _forward_group(chunk, group, reader, state)
+            o.put(outputs, group, factor=options.scale)
+            if save_residual:
+                residual.put(errors, group)
+        unstack(state, final_state, slab.sequences)
+    reader.workspace.end_call()
+    return o.tensor, final_state, residual.tensor
+
+
+def _forward_group(chunk: Chunk, group: Group, reader: ChunkReader, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs (not yet scaled) and errors R [Z, C, V]; the state is advanced in place."""
+    targets = reader.values("values", reader.v, group)
+    size = targets.shape[1]
+    outputs, errors = (reader.workspace.take(name, *targets.shape) for name in ("outputs", "errors"))
+    for first, end in group.rounds:
+        z = slice(first * reader.heads, end * reader.heads)
+        current = state[: z.stop - z.start]
+        targets[z].baddbmm_(chunk.read[z, :size], current)
+        torch.bmm(chunk.inverse[z], targets[z], out=errors[z])
+        torch.bmm(chunk.read[z, size:], current, out=outputs[z])
+        chunk.write.advance(current, errors[z], z, out=current)
+    return outputs.baddbmm_(chunk.attend, errors), errors
+
+
+def backward(
+    grad_o: Tensor,
+    grad_final_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    log_alpha: Tensor,
+    log_mu: Tensor,
+    beta: Tensor,
+    eta: Tensor,
+    initial_state: Tensor | None,
+    residual: Tensor,
+    boundaries: SequenceBoundaries | None,
+    options: RuleOptions,
+) -> tuple[Tensor | None, ...]:
+    dtype = compute_dtype(q)
+    reader = ChunkReader(q, k, v, p, log_alpha, log_mu, beta, eta, options, dtype)
+    start = starting_states(initial_state, q, v, boundaries, dtype)
+    grad_state_all = torch.zeros_like(start) if grad_final_state is None else grad_final_state.to(dtype, copy=True)
+    grads = GradientWriters(q, k, v, p, (log_alpha, log_mu, beta, eta), dtype)
+    take = reader.workspace.take
+    for slab in plan(q, v, boundaries, options.chunk_size):
+        group_starts = group_start_states(reader, slab, start, residual)
+        grad_state = stacked(grad_state_all, slab.sequences)
+        for group, group_start in zip(reversed(slab.groups), reversed(group_starts)):
+            chunk = prepare(reader, group)
+            errors = reader.values("errors", residual, group)
+            pairs, size, width = errors.shape
+            states = take("states", pairs, chunk.read.shape[-1], width)
+            states_of_group(chunk.write, group, group_start, errors, states, reader.heads)
+            grad_targets = take("grad targets", pairs, 2 * size, width)
+            reader.values_into(grad_targets[:, size:], grad_o, group, factor=options.scale)
+            grad_after = take("grad after", *states.shape)
+            _backward_rounds(chunk, group, grad_targets, grad_state, grad_after, reader.heads)
+            _chunk_gradients(chunk, group, states, grad_after, errors, grad_targets, grads, reader)
+        unstack(grad_state, grad_state_all, slab.sequences)
+    reader.workspace.end_call()
+    grad_initial = None if initial_state is None else grad_state_all.to(initial_state.dtype)
+    return (*grads.results(), grad_initial)
+
+
+def _backward_rounds(
+    chunk: Chunk, group: Group, grad_targets: Tensor, grad_state: Tensor, grad_after: Tensor, heads: int
+) -> None:
+    """Rounds in reverse: only what must be sequential.
+
+    ``grad_targets`` [Z, 2C, V] comes with dO in its lower half and gets dW in its upper one: one product then serves
+    d(read) and d(scores) of both halves. Fills ``grad_after`` [Z, 2K, V] with the gradient of X' of every chunk, and
+    moves ``grad_state`` to before the group.
+    """
+    size = grad_targets.shape[1] // 2
+    grad_targets[:, :size] = torch.bmm(chunk.attend.mT, grad_targets[:, size:])
+    arrived = 0  # rows of the state that a later round has handed on
+    for number, (first, end) in reversed(list(enumerate(group.rounds))):
+        z = slice(first * heads, end * heads)
+        count = z.stop - z.start
+        current = grad_after[z]
+        current[arrived:] = grad_state[arrived:count]
+        grad_errors = torch.baddbmm(grad_targets[z, :size], chunk.write.rows[z], current)
+        grad_targets[z, :size] = torch.bmm(chunk.inverse[z].mT, grad_errors)  # faster than out= into a strided slice
+        previous = grad_after[group.rounds[number - 1][0] * heads :] if number else grad_state
+        chunk.write.retreat(current, z, out=previous[:count])
+        previous[:count].baddbmm_(chunk.read[z].mT, grad_targets[z])
+        arrived = count
+
+
+def _mixing_gradients(states: Tensor, grad_after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of abar_C, b_C and mbar_C through D: inner products of state and gradient, [Z] each."""
+    fast_weight, momentum = (x.flatten(1) for x in states.chunk(2, dim=1))
+    grad_fast_weight, grad_momentum = (x.flatten(1) for x in grad_after.chunk(2, dim=1))
+    return (
+        torch.linalg.vecdot(grad_fast_weight, fast_weight),
+        -torch.linalg.vecdot(grad_fast_weight, momentum),
+        torch.linalg.vecdot(grad_momentum, momentum),
+    )
+
+
+def _chunk_gradients(
+    chunk: Chunk,
+    group: Group,
+    states: Tensor,
+    grad_after: Tensor,
+    errors: Tensor,
+    grad_targets: Tensor,
+    grads: GradientWriters,
+    reader: ChunkReader,
+) -> None:
+    """From the states and their gradients to the gradients of q, k, v, p and the gates."""
+    take = reader.workspace.take
+    (pairs, size, width), both = chunk.scaled_key.shape, states.shape[1]
+    read_out, write_out = take("grad read", pairs, 2 * size, both), take("grad write", pairs, size, both)
+    grad_read = torch.bmm(grad_targets, states.mT, out=read_out).unflatten(-1, (2, -1))
+    grad_write = torch.bmm(errors, grad_after.mT, out=write_out).unflatten(-1, (2, -1))
+    grad_scores = torch.bmm(grad_targets, errors.mT, out=take("grad scores", *chunk.scores.shape))
+    grad_scores[:, :size].neg_()  # R = (I + A)^-1 W  =>  dA = -dW R^T
+
+    # read, write and mixed are not needed any more: their memory takes the products
+    grad_gates = _coefficient_gradients(
+        chunk,
+        torch.mul(grad_scores, chunk.scores, out=take("mixed", *chunk.scores.shape)),
+        along(grad_read, chunk.probe_query, scratch=chunk.read),
+        along(grad_write, chunk.scaled_key, scratch=chunk.write.rows),
+        _mixing_gradients(states, grad_after),
+    )
+    times_gamma(grad_scores, chunk.gamma, out=grad_scores)
+    grad_probe_query = torch.bmm(
+        grad_scores, chunk.scaled_key, out=take("grad probe and query", pairs, 2 * size, width)
+    )
+    grad_scaled_key = torch.bmm(grad_scores.mT, chunk.probe_query, out=take("grad scaled key", pairs, size, width))
+    gather_(grad_probe_query, grad_read, read_coefficients(chunk.decay_alpha, chunk.gamma))
+    gather_(grad_scaled_key, grad_write, write_coefficients(chunk.decay_mu, chunk.gamma))
+    grads.value.put(grad_targets[:, :size], group)
+    _vector_gradients(chunk, group, grad_probe_query, grad_scaled_key, grad_gates, grads, reader)
+
+
+def _coefficient_gradients(
+    chunk: Chunk, grad_gamma_rows: Tensor, grad_signed: Tensor, grad_last: Tensor, grad_mixing: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of log_alpha, log_mu and beta: collect all that reads decay_alpha, decay_mu and gamma."""
+    size = chunk.scaled_key.shape[1]
+    grad_abar_end, grad_b_end, grad_mbar_end = grad_mixing
+    grad_gamma = torch.zeros_like(chunk.gamma)
+    grad_gamma[:, :-1, 1:] = grad_gamma_rows[:, :size]
+    grad_gamma[:, 1:, 1:] += grad_gamma_rows[:, size:]
+    grad_gamma[:, -1, 1:] += grad_last[..., 0]
+    grad_gamma[:, :-1, 0] += grad_signed[:, :size, 1]
+    grad_gamma[:, 1:, 0] -= grad_signed[:, size:, 1]
+    grad_gamma[:, -1, 0] += grad_b_end
+    grad_decay_alpha = torch.zeros_like(chunk.gamma)
+    grad_decay_alpha[:, :-1, 0] -= grad_signed[:, :size, 0]
+    grad_decay_alpha[:, 1:, 0] += grad_signed[:, size:, 0]
+    grad_decay_alpha[:, -1, 0] += grad_abar_end
+    grad_decay_mu = torch.zeros_like(chunk.gamma)
+    grad_decay_mu[:, -1, 1:] -= grad_last[..., 1]
+    grad_decay_mu[:, -1, 0] += grad_mbar_end
+    return momentum_coefficients_adjoint(
+        grad_decay_alpha, grad_decay_mu, grad_gamma, chunk.decay_alpha, chunk.decay_mu, chunk.gates.beta
+    )
+
+
+def _vector_gradients(
+    chunk: Chunk,
+    group: Group,
+    grad_probe_query: Tensor,
+    grad_scaled_key: Tensor,
+    grad_gates: tuple[Tensor, Tensor, Tensor],
+    grads: GradientWriters,
+    reader: ChunkReader,
+) -> None:
+    """Through khat = eta k, phat = alpha p and the norms. The inner products with the unit vectors serve the gates
+    too."""
+    size = grad_scaled_key.shape[1]
+    grad_log_alpha, grad_log_mu, grad_beta = grad_gates
+    grad_probe, grad_query = grad_probe_query[:, :size], grad_probe_query[:, size:]
+    scratch = chunk.scaled_key  # not needed any more
+
+    def inner(x: Tensor, y: Tensor) -> Tensor:
+        return torch.mul(x, y, out=scratch).sum(-1, keepdim=True)
+
+    along_query = inner(grad_query, chunk.query.rows)
+    grad_eta = inner(grad_scaled_key, chunk.key.rows)
+    along_probe = inner(grad_probe, chunk.probe.rows)
+    if reader.options.p_times_alpha:
+        alpha = chunk.gates.log_alpha.exp().unsqueeze(-1)
+        along_probe = along_probe * alpha
+        grad_log_alpha += along_probe.squeeze(-1)
+        grad_probe.mul_(alpha)
+
+    eta = chunk.gates.eta.unsqueeze(-1)
+    grad_key, along_key = grad_scaled_key.mul_(eta), grad_eta * eta
+    if grads.probe is None:
+        grad_key, along_key = grad_key.add_(grad_probe), along_key + along_probe
+    else:
+        grads.probe.put(reader.raw_gradient(grad_probe, along_probe, chunk.probe), group)
+    grads.key.put(reader.raw_gradient(grad_key, along_key, chunk.key), group)
+    grads.query.put(reader.raw_gradient(grad_query, along_query, chunk.query), group)
+    grads.gates.put(torch.stack([grad_log_alpha, grad_log_mu, grad_beta, grad_eta.squeeze(-1)], dim=-1), group)
+
+
+def plan(q: Tensor, v: Tensor, boundaries: SequenceBoundaries | None, chunk_limit: int) -> tuple[Slab, ...]:
+    starts, lengths = sequences_of(v.shape[0], v.shape[1], boundaries)
+    one_state = 2 * q.shape[-1] * v.shape[-1] * compute_dtype(q).itemsize
+    most = min(PAIRS_AT_ONCE, max(1, STATE_BYTES_AT_ONCE // one_state))
+    size = choose_chunk_size(chunk_limit, lengths, v.shape[-2], q.shape[-1], v.shape[-1], most)
+    return make_schedule(starts, lengths, size, v.shape[-2], most, v.device)

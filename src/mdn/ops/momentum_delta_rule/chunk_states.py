@@ -1,0 +1,62 @@
+"""The states of the torch backend: their layout, and rebuilding them from R in the backward pass.
+
+Outside [2, N, HV, K, V]; inside a slab (``schedule.py``) stacked per sequence and head, X = [S; M]: [n * HV, 2K, V].
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, contiguous_format, dtype
+
+from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader
+from mdn.ops.momentum_delta_rule.schedule import Group, Slab
+from mdn.ops.momentum_delta_rule.torch_chunk import Write, write_only
+
+
+def starting_states(
+    initial_state: Tensor | None, q: Tensor, v: Tensor, boundaries: SequenceBoundaries | None, compute: dtype
+) -> Tensor:
+    """[2, N, HV, K, V], a copy of the initial state or zeros."""
+    if initial_state is not None:
+        return initial_state.to(compute, copy=True, memory_format=contiguous_format)
+    sequences = v.shape[0] if boundaries is None else boundaries.num_sequences
+    return v.new_zeros(2, sequences, v.shape[-2], q.shape[-1], v.shape[-1], dtype=compute)
+
+
+def stacked(states: Tensor, sequences: tuple[int, ...]) -> Tensor:
+    """[2, N, HV, K, V] to the slab's [n * HV, 2K, V]."""
+    chosen = states[:, list(sequences)]
+    return chosen.permute(1, 2, 0, 3, 4).flatten(2, 3).flatten(0, 1).contiguous()
+
+
+def unstack(state: Tensor, states: Tensor, sequences: tuple[int, ...]) -> None:
+    """Write a slab's [n * HV, 2K, V] back into [2, N, HV, K, V]."""
+    heads, key_dim = states.shape[2:4]
+    states[:, list(sequences)] = state.unflatten(0, (-1, heads)).unflatten(2, (2, key_dim)).permute(2, 0, 1, 3, 4)
+
+
+def group_start_states(reader: ChunkReader, slab: Slab, start: Tensor, residual: Tensor) -> list[Tensor]:
+    """The slab's state before each group, rebuilt from R."""
+    states = [stacked(start, slab.sequences)]
+    for group in slab.groups[:-1]:
+        write = write_only(reader, group)
+        errors = reader.values("errors", residual, group)
+        state = states[-1].clone()
+        for first, end in group.rounds:
+            z = slice(first * reader.heads, end * reader.heads)
+            current = state[: z.stop - z.start]
+            write.advance(current, errors[z], z, out=current)
+        states.append(state)
+    return states
+
+
+def states_of_group(
+    write: Write, group: Group, group_start: Tensor, errors: Tensor, states: Tensor, heads: int
+) -> None:
+    """Fills ``states`` [Z, 2K, V] with the state before every chunk of the group."""
+    first, end = group.rounds[0]
+    states[: (end - first) * heads] = group_start[: (end - first) * heads]
+    for (before, _), (first, end) in zip(group.rounds, group.rounds[1:]):
+        # only the sequences that go on have a next chunk
+        z = slice(before * heads, (before + end - first) * heads)
+        write.advance(states[z], errors[z], z, out=states[first * heads : end * heads])
