@@ -1,7 +1,6 @@
 """Ablations, causality and decoding benchmarks at a tiny size: what is measured, what is kept, and what is refused."""
 
 import json
-import math
 import random
 import re
 from pathlib import Path
@@ -9,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mdn import ops
 from mdn.analysis import ablation, causality, figures
 from mdn.analysis.ablation import EXACT, PAPER, Cell, Scale, cells
 from mdn.analysis.ablation_rows import ROWS, choose_rows
 from mdn.analysis.ablation_table import summarise, table
-from mdn.analysis.blockwise_parallel import blockwise_parallel, parallel_blocks
 from mdn.analysis.paper_arithmetic import masked_coefficients, paper_arithmetic
 from mdn.bench.decode import Size, bench, cache_bytes, equal_configs, filled_cache, growth
 from mdn.bench.paper_form import log_domain_coefficients
@@ -46,32 +43,6 @@ def tiny_scale(text):
 
 
 # ------------------------------------------------------------------------------------------------- blockwise momentum
-
-
-@pytest.mark.parametrize("block_size", [1, 4, 8, 64])
-def test_the_parallel_blockwise_form_is_the_loop(block_size):
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 2, 21, 2, 5, dtype=torch.float64)
-    v = torch.randn(2, 21, 4, 3, dtype=torch.float64, requires_grad=True)
-    log_alpha, log_mu = -torch.rand(2, 2, 21, 4, dtype=torch.float64)
-    beta, eta = torch.rand(2, 2, 21, 4, dtype=torch.float64)
-    log_mu[0, 3] = -math.inf
-    state = torch.randn(2, 2, 4, 5, 3, dtype=torch.float64)
-    arguments = {"beta": beta, "eta": eta, "initial_state": state, "output_final_state": True, "block_size": block_size}
-    expected = ops.blockwise_momentum_delta_rule(q, k, v, log_alpha, log_mu, **arguments)
-    found = blockwise_parallel(q, k, v, log_alpha, log_mu, **arguments)
-    for mine, theirs in zip(found, expected):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-    weights = torch.randn_like(expected[0])
-    gradients = [torch.autograd.grad((o * weights).sum(), v)[0] for o, _ in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-
-
-def test_the_parallel_form_is_used_inside_its_block_only():
-    loop = ops.blockwise_momentum_delta_rule
-    with parallel_blocks():
-        assert ops.blockwise_momentum_delta_rule is blockwise_parallel
-    assert ops.blockwise_momentum_delta_rule is loop
 
 
 def test_changing_the_block_size_changes_a_models_output_and_is_undone():

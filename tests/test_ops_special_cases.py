@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from mdn.ops import blockwise_momentum_delta_rule, chunk_momentum_delta_rule, recurrent_momentum_delta_rule
-from momentum_cases import HARD_ZERO, Inputs, make_inputs, only_tokens, recurrence, relative_error, torch_chunk, unit
+from momentum_cases import (
+    HARD_ZERO,
+    Inputs,
+    leaves,
+    make_inputs,
+    only_tokens,
+    recurrence,
+    relative_error,
+    torch_chunk,
+    unit,
+)
 
 EXACT = 1e-13
 
@@ -171,6 +181,16 @@ def test_blocks_of_a_pack_are_counted_from_the_start_of_each_sequence() -> None:
     )
     for result, want in zip(found, wanted):
         assert relative_error(result, want) <= EXACT
+
+
+def test_gradients_of_the_blockwise_form_are_those_of_its_definition() -> None:
+    inputs = make_inputs(T=11, HV=4, with_p=True, dtype=torch.float64)
+    inputs["log_mu"][:, 3] = float("-inf")
+    found, wanted = leaves(inputs), leaves(inputs)
+    blockwise_momentum_delta_rule(**found, block_size=4)[0].square().sum().backward()
+    recurrence(**wanted, block=4)[0].square().sum().backward()
+    for name in found:
+        torch.testing.assert_close(found[name].grad, wanted[name].grad, rtol=1e-10, atol=1e-10, msg=name)
 
 
 def test_blockwise_with_blocks_of_one_is_the_stepwise_chunk_form() -> None:

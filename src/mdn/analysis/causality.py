@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.analysis.blockwise_parallel import parallel_blocks
 from mdn.analysis.output import markdown_table, plain
 from mdn.evaluation.mqar import train as mqar
 from mdn.evaluation.mqar.data import generate
@@ -174,8 +173,7 @@ def run_cell(cell: Cell, out: Path) -> dict[str, Any]:
             raise ValueError(f"{path} holds another cell, {result['cell']}; give another --out")
         return result
     started = time.monotonic()
-    with parallel_blocks():
-        found = (_rewriting if cell.task == "rewriting" else _text)(cell, out)
+    found = (_rewriting if cell.task == "rewriting" else _text)(cell, out)
     result = plain({"cell": vars(cell), **found, "seconds": time.monotonic() - started})
     write_atomically(path, (json.dumps(result, indent=1) + "\n").encode())
     return result

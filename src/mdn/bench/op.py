@@ -7,6 +7,7 @@ against its definition. Machine-dependent numbers mean something only beside the
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from mdn.bench import op_peers as peers
 from mdn.bench.op_accuracy import accuracy_table
 from mdn.bench.op_peers import Shape, make_inputs, training_step
 from mdn.bench.timing import interleaved, machine
-from mdn.ops import SequenceBoundaries, chunk_momentum_delta_rule
+from mdn.ops import SequenceBoundaries, chunk_momentum_delta_rule, momentum_delta_step
 
 WIDE = Shape(1, 2048, 4, 128, 256)
 NARROW = Shape(8, 512, 4, 64, 64)
 LONGEST_ATTENTION = 4096
 LONGEST_PEER = 8192
-SWEEP = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+SWEEP = (512, 2048, 8192, 32768)
 
 
 def run(quick: bool = False, threads: int | None = None) -> dict[str, Any]:
@@ -40,6 +41,8 @@ def run(quick: bool = False, threads: int | None = None) -> dict[str, Any]:
         "shapes": [measure_shape(shape, names, quick) for shape in (wide, narrow)],
         "lengths": measure_lengths(wide, names, quick),
         "packing": measure_packing(wide, names, quick),
+        "scaling": measure_scaling(wide, names, quick),
+        "decode": measure_decode(quick) if peers.NATIVE in names else None,
         "saved_bytes_per_token_and_head": {name: saved_bytes(name, wide) for name in names},
     }
     results["bars"] = [] if quick else bars(results)
@@ -58,7 +61,7 @@ def measure_shape(shape: Shape, names: list[str], quick: bool) -> dict[str, Any]
     return {
         "shape": str(shape),
         "seconds": seconds,
-        "times_faster_torch": {name: taken / seconds[peers.OURS] for name, taken in seconds.items()},
+        "times_faster_torch": _times_faster(seconds, peers.OURS),
         "gflop": shape.flops() / 1e9,
         "matmul_gflop_per_second": matmul_rate / 1e9,
         "share_of_matmul_rate": {
@@ -75,7 +78,7 @@ def measure_lengths(shape: Shape, names: list[str], quick: bool) -> dict[str, di
     for time in (64, 128) if quick else SWEEP:
         inputs = make_inputs(Shape(1, time, shape.heads, shape.key_dim, shape.value_dim))
         calls |= {(name, time): training_step(name, inputs) for name in names if time <= limits.get(name, time)}
-    seconds = interleaved(calls, repeats=2 if quick else 4, budget_seconds=2 if quick else 120, label="lengths")
+    seconds = interleaved(calls, repeats=2 if quick else 4, budget_seconds=2 if quick else 60, label="lengths")
     lengths: dict[str, dict[int, float]] = {name: {} for name in names}
     for (name, time), taken in seconds.items():
         lengths[name][time] = taken / time * 1e6
@@ -123,6 +126,49 @@ def _packed_step(name: str, shape: Shape, lengths: list[int]) -> Callable[[], No
     return step
 
 
+def measure_scaling(shape: Shape, names: list[str], quick: bool) -> dict[str, float]:
+    """How many times faster two threads are than one."""
+    inputs = make_inputs(shape)
+    before = torch.get_num_threads()
+
+    def with_threads(threads: int, name: str) -> Callable[[], None]:
+        step = training_step(name, inputs)
+
+        def call() -> None:
+            torch.set_num_threads(threads)
+            step()
+
+        return call
+
+    ours = [name for name in (peers.OURS, peers.NATIVE) if name in names]
+    calls: dict[tuple[str, int], Callable[[], object]] = {
+        (name, threads): with_threads(threads, name) for name in ours for threads in (1, 2)
+    }
+    seconds = interleaved(calls, repeats=2 if quick else 9, budget_seconds=2 if quick else 20, label="scaling")
+    torch.set_num_threads(before)
+    return {name: seconds[name, 1] / seconds[name, 2] for name in ours}
+
+
+def measure_decode(quick: bool) -> dict[str, Any]:
+    """Seconds of one decode step per backend, and of scaling both states in place once: the least that any step can
+    read and write."""
+    heads, key_dim, value_dim = (2, 16, 32) if quick else (6, 128, 256)
+    rows = []
+    for batch in (1, 16):
+        one = make_inputs(Shape(batch, 1, heads, key_dim, value_dim))
+        token = {name: x.detach()[:, 0].contiguous() for name, x in one.items()}
+        state = torch.zeros(2, batch, heads, key_dim, value_dim)
+        settings: dict[str, Any] = {"p": None, "state": state, "check_gates": False}
+        calls: dict[str, Callable[[], object]] = {
+            peers.NATIVE: partial(momentum_delta_step, **token, backend="cpu", **settings),
+            peers.OURS: partial(momentum_delta_step, **token, backend="torch", **settings),
+            "scale both states": partial(state.mul_, 0.999),
+        }
+        seconds = interleaved(calls, repeats=5 if quick else 200, budget_seconds=5, label=f"decode, batch {batch}")
+        rows.append({"batch": batch, "seconds": seconds})
+    return {"shape": f"H{heads} K{key_dim} V{value_dim}", "rows": rows}
+
+
 def saved_bytes(name: str, shape: Shape) -> float:
     """Bytes that autograd keeps between forward and backward, each storage once, per token and head."""
     inputs = make_inputs(shape)
@@ -141,24 +187,56 @@ def saved_bytes(name: str, shape: Shape) -> float:
 
 
 def bars(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the torch backend promises, what was measured, and whether it held in this run."""
-    wide, narrow = (row["times_faster_torch"] for row in results["shapes"])
-    per_token = results["lengths"][peers.OURS]
-    rows = [
-        (f"times faster than the {peers.PAPER}, {WIDE}", wide.get(peers.PAPER), ">=", 2.0),
-        (f"times faster than {peers.FIRST_ORDER}, {WIDE}", wide.get(peers.FIRST_ORDER), ">=", 1.3),
-        (f"times faster than the {peers.PAPER}, {NARROW}", narrow.get(peers.PAPER), ">=", 3.0),
-        ("time per token at T=32768 over T=2048", per_token[32768] / per_token[2048], "<=", 1.15),
-        (f"bytes saved per token and head, {WIDE}", results["saved_bytes_per_token_and_head"][peers.OURS], "<=", 6000),
-    ]
-    for row in results["packing"]:
-        if row["peer"] == peers.OURS:
-            rows.append((f"packed over padded, {row['pack']}", row["packed"] / row["padded"], "<=", 1.0))
+    """What the two CPU backends promise, what was measured, and whether it held in this run."""
+    rows = [*_torch_bars(results), *(_native_bars(results) if results["decode"] is not None else [])]
     return [
         {"what": what, "measured": measured, "bar": f"{sign} {bar:g}", "met": _met(measured, sign, bar)}
         for what, measured, sign, bar in rows
         if measured is not None
     ]
+
+
+Bar = tuple[str, float | None, str, float]
+
+
+def _torch_bars(results: dict[str, Any]) -> list[Bar]:
+    wide, narrow = (_times_faster(row["seconds"], peers.OURS) for row in results["shapes"])
+    per_token = results["lengths"][peers.OURS]
+    saved = results["saved_bytes_per_token_and_head"][peers.OURS]
+    rows: list[Bar] = [
+        (f"torch: times faster than the {peers.PAPER}, {WIDE}", wide.get(peers.PAPER), ">=", 2.0),
+        (f"torch: times faster than {peers.FIRST_ORDER}, {WIDE}", wide.get(peers.FIRST_ORDER), ">=", 1.3),
+        (f"torch: times faster than the {peers.PAPER}, {NARROW}", narrow.get(peers.PAPER), ">=", 3.0),
+        ("torch: time per token at T=32768 over T=2048", per_token[32768] / per_token[2048], "<=", 1.15),
+        (f"torch: bytes saved per token and head, {WIDE}", saved, "<=", 6000),
+    ]
+    for row in results["packing"]:
+        if row["peer"] == peers.OURS:
+            rows.append((f"torch: packed over padded, {row['pack']}", row["packed"] / row["padded"], "<=", 1.0))
+    return rows
+
+
+def _native_bars(results: dict[str, Any]) -> list[Bar]:
+    wide, narrow = (_times_faster(row["seconds"], peers.NATIVE) for row in results["shapes"])
+    decode = results["decode"]["rows"][-1]["seconds"]
+    share = results["shapes"][0]["share_of_matmul_rate"][peers.NATIVE]
+    return [
+        (f"native: times faster than the {peers.PAPER}, {WIDE}", wide.get(peers.PAPER), ">=", 4.0),
+        (f"native: times faster than {peers.FIRST_ORDER}, {WIDE}", wide.get(peers.FIRST_ORDER), ">=", 2.5),
+        (f"native: share of the matmul rate, {WIDE}", share, ">=", 0.9),
+        (f"native: times faster than the {peers.PAPER}, {NARROW}", narrow.get(peers.PAPER), ">=", 8.0),
+        ("native: one thread's time over two threads'", results["scaling"][peers.NATIVE], ">=", 1.8),
+        (
+            f"native: decode step over scaling the states, batch 16, {results['decode']['shape']}",
+            decode[peers.NATIVE] / decode["scale both states"],
+            "<=",
+            1.8,
+        ),
+    ]
+
+
+def _times_faster(seconds: dict[str, float], ours: str) -> dict[str, float]:
+    return {name: taken / seconds[ours] for name, taken in seconds.items()}
 
 
 def _met(measured: float, sign: str, bar: float) -> bool:

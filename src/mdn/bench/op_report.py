@@ -31,6 +31,10 @@ def report(results: dict[str, Any]) -> str:
     parts += [f"not runnable here: {name}: {reason}" for name, reason in results["not_runnable"].items()]
     parts += [_shape_text(row) for row in results["shapes"]]
     parts += [_lengths_text(results["lengths"]), _packing_text(results["packing"])]
+    scaling = [[name, f"{ratio:.2f}"] for name, ratio in results["scaling"].items()]
+    parts.append("From one thread to two\n" + table(["peer", "times faster"], scaling))
+    if results["decode"] is not None:
+        parts.append(_decode_text(results["decode"]))
     saved = results["saved_bytes_per_token_and_head"]
     rows = [[name, f"{size:,.0f}"] for name, size in saved.items()]
     parts.append("Kept for the backward pass\n" + table(["peer", "bytes per token and head"], rows))
@@ -40,7 +44,7 @@ def report(results: dict[str, Any]) -> str:
             [row["what"], f"{row['measured']:.2f}", row["bar"], "yes" if row["met"] else "NO"]
             for row in results["bars"]
         ]
-        parts.append("Bars of the torch backend\n" + table(["", "measured", "bar", "met"], cells))
+        parts.append("Bars\n" + table(["", "measured", "bar", "met"], cells))
     return "\n\n".join(parts)
 
 
@@ -74,6 +78,17 @@ def _packing_text(rows: list[dict[str, Any]]) -> str:
     ]
     header = ["pack", "sequences", "tokens", "packed ms", "padded to chunks ms", "one sequence ms", "packed / padded"]
     return "Many sequences in one row\n" + table(header, cells)
+
+
+def _decode_text(decode: dict[str, Any]) -> str:
+    cells = []
+    for row in decode["rows"]:
+        least = row["seconds"]["scale both states"]
+        cells += [
+            [f"batch {row['batch']}, {name}", f"{seconds * 1e6:.0f}", f"{seconds / least:.2f}"]
+            for name, seconds in row["seconds"].items()
+        ]
+    return f"One decode step, {decode['shape']}\n" + table(["", "microseconds", "over scaling both states"], cells)
 
 
 def plot(results: dict[str, Any], path: Path) -> list[Path]:

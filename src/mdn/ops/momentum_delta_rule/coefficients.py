@@ -22,7 +22,7 @@ def segment_decay(log_gate: Tensor) -> Tensor:
     """``[Z, C]`` log gates to ``[Z, C+1, C+1]`` products over segments."""
     padded = torch.cat([torch.zeros_like(log_gate[:, :1]), log_gate], dim=1)
     in_segment = padded.unsqueeze(-1).expand(-1, -1, padded.shape[1]).tril(-1)  # row l holds log gate l for every j < l
-    return torch.cumsum(in_segment, dim=-2, out=in_segment).exp_().tril_()
+    return in_segment.cumsum_(-2).exp_().tril()
 
 
 def segment_decay_adjoint(grad_decay: Tensor, decay: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ argument is already resolved to a name.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,13 @@ from mdn.ops.momentum_delta_rule.validation import check_gate_values
 
 def _boundaries(cu_seqlens: Tensor | None, total: int) -> SequenceBoundaries | None:
     return None if cu_seqlens is None else SequenceBoundaries.from_cu_seqlens(cu_seqlens, total)
+
+
+def _own_precision(x: Tensor) -> AbstractContextManager:
+    """Products inside choose their own precision, whatever autocast says. (Entering autocast takes as long as a small
+    decode step, so it is entered only when there is one to leave.)"""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 @torch.library.custom_op("mdn::momentum_delta_rule", mutates_args=())
@@ -46,7 +55,7 @@ def momentum_delta_rule(
     options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha)
     boundaries = _boundaries(cu_seqlens, q.shape[1])
     inputs = (q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
-    with torch.autocast(q.device.type, enabled=False):  # the products inside choose their own precision
+    with _own_precision(q):
         return backend_module(backend).forward(*inputs, boundaries, options, save_residual)
 
 
@@ -85,7 +94,7 @@ def momentum_delta_rule_backward(
     options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha)
     boundaries = _boundaries(cu_seqlens, q.shape[1])
     inputs = (q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
-    with torch.autocast(q.device.type, enabled=False):
+    with _own_precision(q):
         grads = backend_module(backend).backward(grad_o, grad_final_state, *inputs, residual, boundaries, options)
     return [q.new_empty(0) if grad is None else grad for grad in grads]
 
@@ -145,7 +154,7 @@ def step_now(
     """One token, both states updated in place."""
     options = RuleOptions(scale, 1, l2norm, p_times_alpha)
     inputs = (q, k, v, p, log_alpha, log_mu, beta, eta)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), _own_precision(q):
         return backend_module(backend).step_(*inputs, fast_weight, momentum, state_indices, options)
 
 

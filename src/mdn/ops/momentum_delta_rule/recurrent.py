@@ -13,11 +13,14 @@ number of packed sequences.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.l2norm import l2norm
+from mdn.ops.momentum_delta_rule.blockwise import blockwise_pass
 from mdn.ops.momentum_delta_rule.options import RuleOptions, compute_dtype
 
 
@@ -55,35 +58,33 @@ def recurrent_form(
     block_size: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """All tokens of all sequences; ``block_size > 1`` takes the error at the state that began the block (blockwise)."""
+    one_pass = _one_pass if block_size == 1 else partial(blockwise_pass, block_size=block_size)
     dtype = compute_dtype(q)
     query, key, probe = effective_inputs(q, k, p, log_alpha, v.shape[-2], options)
-    streams = [query, key, v.to(dtype), probe, log_alpha.to(dtype).exp(), log_mu.to(dtype).exp(), beta.to(dtype)]
-    streams.append(eta.to(dtype))
+    streams = [query, key, v.to(dtype), probe, *(gate.to(dtype) for gate in (log_alpha, log_mu, beta, eta))]
     if initial_state is None:
         sequences = v.shape[0] if boundaries is None else boundaries.num_sequences
         initial_state = v.new_zeros(2, sequences, v.shape[-2], q.shape[-1], v.shape[-1], dtype=dtype)
     initial_state = initial_state.to(dtype)
 
     if boundaries is None:
-        o, state = _one_pass(streams, initial_state, block_size)
+        o, state = one_pass(streams, initial_state)
         return o.to(v.dtype), state
     outputs, states = [], []
     for n, (start, end) in enumerate(zip(boundaries.offsets, boundaries.offsets[1:])):
-        o, state = _one_pass([x[:, start:end] for x in streams], initial_state[:, n : n + 1], block_size)
+        o, state = one_pass([x[:, start:end] for x in streams], initial_state[:, n : n + 1])
         outputs.append(o)
         states.append(state)
     return torch.cat(outputs, dim=1).to(v.dtype), torch.cat(states, dim=1)
 
 
-def _one_pass(streams: list[Tensor], state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    query, key, value, probe, alpha, mu, beta, eta = streams
+def _one_pass(streams: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    query, key, value, probe, log_alpha, log_mu, beta, eta = streams
+    alpha, mu = log_alpha.exp(), log_mu.exp()
     fast_weight, momentum = state.unbind(0)
-    state_seen = fast_weight
     outputs = []
     for t in range(query.shape[1]):
-        if t % block_size == 0:
-            state_seen = fast_weight
-        error = value[:, t] - torch.einsum("bhk,bhkv->bhv", probe[:, t], state_seen)
+        error = value[:, t] - torch.einsum("bhk,bhkv->bhv", probe[:, t], fast_weight)
         write = torch.einsum("bhk,bhv->bhkv", eta[:, t, :, None] * key[:, t], error)
         momentum = mu[:, t, :, None, None] * momentum - write
         fast_weight = alpha[:, t, :, None, None] * fast_weight - beta[:, t, :, None, None] * momentum
