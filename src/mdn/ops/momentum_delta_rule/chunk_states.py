@@ -50,13 +50,17 @@ def group_start_states(reader: ChunkReader, slab: Slab, start: Tensor, residual:
     return states
 
 
-def states_of_group(
-    write: Write, group: Group, group_start: Tensor, errors: Tensor, states: Tensor, heads: int
-) -> None:
-    """Fills ``states`` [Z, 2K, V] with the state before every chunk of the group."""
+def states_of_group(reader: ChunkReader, write: Write, group: Group, group_start: Tensor, errors: Tensor) -> Tensor:
+    """[Z, 2K, V]: the state before every chunk of the group."""
+    heads = reader.heads
     first, end = group.rounds[0]
-    states[: (end - first) * heads] = group_start[: (end - first) * heads]
+    start = group_start[: (end - first) * heads]
+    if len(group.rounds) == 1:
+        return start
+    states = reader.workspace.take("states", len(errors), *start.shape[1:])
+    states[: len(start)] = start
     for (before, _), (first, end) in zip(group.rounds, group.rounds[1:]):
         # only the sequences that go on have a next chunk
         z = slice(before * heads, (before + end - first) * heads)
         write.advance(states[z], errors[z], z, out=states[first * heads : end * heads])
+    return states

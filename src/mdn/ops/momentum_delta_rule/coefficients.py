@@ -15,45 +15,51 @@ cumulative sums: a gate of -inf gives exact zeros, a tiny gate does not spoil it
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def segment_decay(log_gate: Tensor) -> Tensor:
-    """``[Z, C]`` log gates to ``[Z, C+1, C+1]`` products over segments."""
-    padded = torch.cat([torch.zeros_like(log_gate[:, :1]), log_gate], dim=1)
-    in_segment = padded.unsqueeze(-1).expand(-1, -1, padded.shape[1]).tril(-1)  # row l holds log gate l for every j < l
-    return in_segment.cumsum_(-2).exp_().tril()
+    """``[Z, C]`` log gates to ``[Z, C+1, C+1]`` products over segments (stored transposed: sums run along memory)."""
+    padded = F.pad(log_gate, (1, 0))
+    in_segment = padded.unsqueeze(-2).expand(-1, padded.shape[1], -1).triu(1)  # row j holds log gate l for every l > j
+    return in_segment.cumsum_(-1).exp_().triu().mT
 
 
 def segment_decay_adjoint(grad_decay: Tensor, decay: Tensor) -> Tensor:
     """Gradient of the log gates: log gate l is in every segment that begins before l and ends at l or later."""
-    weighted = grad_decay * decay
-    ends_at_or_after = weighted.flip(-2).cumsum(-2).flip(-2)
-    return ends_at_or_after.tril_(-1).sum(-1)[:, 1:]
+    begins_before = (grad_decay * decay).cumsum(-1)[:, 1:, :-1]  # row i, column l, both from 1: sum over j < l
+    return begins_before.tril().sum(-2)
 
 
 def momentum_coefficients(log_alpha: Tensor, log_mu: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """decay_alpha, decay_mu and gamma, each ``[Z, C+1, C+1]``, from gates ``[Z, C]``."""
     decay_alpha, decay_mu = segment_decay(log_alpha), segment_decay(log_mu)
-    gamma = torch.bmm(decay_alpha[:, :, 1:], beta.unsqueeze(-1) * decay_mu[:, 1:])
-    return decay_alpha, decay_mu, gamma
+    return decay_alpha, decay_mu, torch.bmm(decay_alpha, _no_write_at_start(beta) * decay_mu)
 
 
 def momentum_coefficients_adjoint(
-    grad_decay_alpha: Tensor,
-    grad_decay_mu: Tensor,
-    grad_gamma: Tensor,
-    decay_alpha: Tensor,
-    decay_mu: Tensor,
-    beta: Tensor,
+    grad_abar: Tensor, grad_mu_end: Tensor, grad_gamma: Tensor, decay_alpha: Tensor, decay_mu: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of log_alpha, log_mu and beta ``[Z, C]``. The first two arguments are overwritten."""
-    into_scaled_mu = torch.bmm(decay_alpha[:, :, 1:].mT, grad_gamma)
-    grad_beta = (into_scaled_mu * decay_mu[:, 1:]).sum(-1)
-    grad_decay_mu[:, 1:] += beta.unsqueeze(-1) * into_scaled_mu
-    grad_decay_alpha[:, :, 1:] += torch.bmm(grad_gamma, (beta.unsqueeze(-1) * decay_mu[:, 1:]).mT)
+    """Gradients of log_alpha, log_mu and beta ``[Z, C]``.
+
+    Besides gamma, the chunk form reads only column 0 of decay_alpha and the last row of decay_mu: ``grad_abar`` and
+    ``grad_mu_end``, ``[Z, C+1]``.
+    """
+    beta = _no_write_at_start(beta)
+    into_scaled_mu = torch.bmm(decay_alpha.mT, grad_gamma)
+    grad_beta = (into_scaled_mu * decay_mu).sum(-1)[:, 1:]
+    grad_decay_alpha = torch.bmm(grad_gamma, (beta * decay_mu).mT)
+    grad_decay_alpha[:, :, 0] += grad_abar
+    grad_decay_mu = into_scaled_mu.mul_(beta)
+    grad_decay_mu[:, -1] += grad_mu_end
     return (
         segment_decay_adjoint(grad_decay_alpha, decay_alpha),
         segment_decay_adjoint(grad_decay_mu, decay_mu),
         grad_beta,
     )
+
+
+def _no_write_at_start(beta: Tensor) -> Tensor:
+    """``[Z, C]`` to ``[Z, C+1, 1]``: nothing is written at index 0."""
+    return F.pad(beta, (1, 0)).unsqueeze(-1)

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 
-# Rough figures of a laptop-class processor; only their ratio matters, for the choice of a chunk size.
-FLOPS_PER_SECOND = 1e11
-SECONDS_PER_ROUND = 1e-3
+# Rough figures of a laptop-class processor; only their ratios matter, for the choice of a chunk size.
+FLOPS_PER_SECOND = 1.2e11
+SECONDS_PER_ROUND = 1e-3  # some fifty calls of torch
+SECONDS_PER_STATE_ENTRY = 4e-9  # all passes over one of the 2KV numbers of a chunk
+SECONDS_PER_MASK_ENTRY = 4e-8  # the same for one of the C^2 coefficients
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ class Slab:
 
 @lru_cache(maxsize=64)
 def choose_chunk_size(limit: int, lengths: tuple[int, ...], heads: int, key_dim: int, value_dim: int, most: int) -> int:
-    """The size from 16 up to ``limit`` with the least estimated time: products on whole chunks, plus a cost per round.
+    """The size from 16 up to ``limit`` with the least estimated time: products on whole chunks, passes over states and
+    coefficients, and a cost per round.
 
-    Long chunks waste padding and products that grow with C; short ones mean more rounds.
+    Long chunks waste padding and work that grows with C; short ones mean more rounds and more passes over the states.
     """
     longest = max(lengths, default=1)
     if longest <= 16 or limit <= 16:
@@ -73,9 +76,10 @@ def choose_chunk_size(limit: int, lengths: tuple[int, ...], heads: int, key_dim:
 
     def seconds(size: int) -> float:
         chunks = sum(-(-length // size) for length in lengths)
-        per_token = 40 * key_dim * value_dim + size * (12 * value_dim + 16 * key_dim)
+        products = size * (40 * key_dim * value_dim + size * (12 * value_dim + 16 * key_dim)) / FLOPS_PER_SECOND
+        passes = 2 * key_dim * value_dim * SECONDS_PER_STATE_ENTRY + size**2 * SECONDS_PER_MASK_ENTRY
         rounds = max(-(-longest // size), chunks * heads / most)
-        return heads * chunks * size * per_token / FLOPS_PER_SECOND + rounds * SECONDS_PER_ROUND
+        return heads * chunks * (products + passes) + rounds * SECONDS_PER_ROUND
 
     sizes = [16 * 2**i for i in range(5) if 16 * 2**i < limit]
     return min(longest, min([*sizes, limit], key=seconds))

@@ -9,6 +9,7 @@ one, those before each chunk.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
@@ -117,8 +118,7 @@ def backward(
             chunk = prepare(reader, group)
             errors = reader.values("errors", residual, group)
             pairs, size, width = errors.shape
-            states = take("states", pairs, chunk.read.shape[-1], width)
-            states_of_group(chunk.write, group, group_start, errors, states, reader.heads)
+            states = states_of_group(reader, chunk.write, group, group_start, errors)
             grad_targets = take("grad targets", pairs, 2 * size, width)
             reader.values_into(grad_targets[:, size:], grad_o, group, factor=options.scale)
             grad_after = take("grad after", *states.shape)
@@ -217,15 +217,11 @@ def _coefficient_gradients(
     grad_gamma[:, :-1, 0] += grad_signed[:, :size, 1]
     grad_gamma[:, 1:, 0] -= grad_signed[:, size:, 1]
     grad_gamma[:, -1, 0] += grad_b_end
-    grad_decay_alpha = torch.zeros_like(chunk.gamma)
-    grad_decay_alpha[:, :-1, 0] -= grad_signed[:, :size, 0]
-    grad_decay_alpha[:, 1:, 0] += grad_signed[:, size:, 0]
-    grad_decay_alpha[:, -1, 0] += grad_abar_end
-    grad_decay_mu = torch.zeros_like(chunk.gamma)
-    grad_decay_mu[:, -1, 1:] -= grad_last[..., 1]
-    grad_decay_mu[:, -1, 0] += grad_mbar_end
+    grad_abar = F.pad(grad_signed[:, size:, 0], (1, 0)) - F.pad(grad_signed[:, :size, 0], (0, 1))
+    grad_abar[:, -1] += grad_abar_end
+    grad_mu_end = torch.cat([grad_mbar_end.unsqueeze(-1), -grad_last[..., 1]], dim=-1)
     return momentum_coefficients_adjoint(
-        grad_decay_alpha, grad_decay_mu, grad_gamma, chunk.decay_alpha, chunk.decay_mu, chunk.gates.beta
+        grad_abar, grad_mu_end, grad_gamma, chunk.decay_alpha, chunk.decay_mu, chunk.gates.beta
     )
 
 
