@@ -147,6 +147,15 @@ def constant_momentum():
     yield "constant log_mu", compare(inputs, Options(scale=0.25, chunk_size=64), [40] * len(values))[0]
 
 
+def several_chunks():
+    """Gentle gates, so that what one chunk hands to the next still counts at its end."""
+    for name, lengths in (("gentle gates", None), ("gentle gates in a pack", [17, 33])):
+        inputs = make_inputs(1, 50, 1, 1, 16, 16, len(lengths or [50]))
+        inputs["log_alpha"] = torch.full_like(inputs["log_alpha"], -0.02)
+        inputs["log_mu"] = torch.full_like(inputs["log_mu"], -0.1)
+        yield name, compare(inputs, Options(scale=0.25, chunk_size=16), lengths)[0]
+
+
 def packs():
     lengths = [0, 1, 37, 0, 2, 0]
     options = Options(scale=0.2, chunk_size=32)
@@ -231,6 +240,7 @@ def decoding():
 GROUPS = (
     hostile_gates,
     constant_momentum,
+    several_chunks,
     packs,
     strong_coupling,
     double_precision,

@@ -69,7 +69,7 @@ def test_the_limits_themselves_are_covered():
 
 def test_tiles_do_not_depend_on_length_or_batch_and_cover_every_kernel():
     for target in ("sm_80", "sm_90", "gfx942"):
-        for kernel in tiles._NARROW_OPERANDS:
+        for kernel in tiles._TILES:
             for key_dim in (16, 128, 256):
                 tile = tiles.choose_tile(kernel, key_dim, 24, 2, target)
                 assert tile.value_block <= 32
@@ -96,19 +96,41 @@ def test_launches_and_written_bytes_stay_under_their_bars():
         assert 0 < counted["bytes"][name] <= BARS["bytes_K128"][name]
 
 
-def test_a_kernel_compiles_for_hopper_without_spills_or_too_much_shared_memory(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def compiled(target: str, key_dim: int) -> list[dict]:
+    """Every launch of the default configuration, compiled in a process without the interpreter."""
     code = (
         "import json\n"
-        "from mdn.bench.kernels import record_launches\n"
-        "from mdn.ops.triton.resources import compile_launch\n"
-        "launches = {l.kernel.__name__: l for l in record_launches(128, 256, 'sm_90')}\n"
-        "print(json.dumps(compile_launch(launches['rebuild_states_kernel'], 'sm_90').as_dict()))\n"
+        "from mdn.bench.kernels import Variant, compile_variant\n"
+        f"print(json.dumps(list(compile_variant(Variant(key_dim={key_dim}), {target!r}))))\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    resources = json.loads(done.stdout.strip().splitlines()[-1])
-    assert 16 <= resources["registers"] <= 255
-    assert resources["spill_bytes"] == 0
-    assert 0 < resources["shared_bytes"] <= 232_448
-    assert resources["instructions"] > 100
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def assert_rows_are_sound(rows: list[dict]) -> None:
+    assert len(rows) == 2 + 6 + 1
+    for row in rows:
+        assert 16 <= row["registers"] <= 255
+        assert 0 < row["shared_bytes"] <= 232_448
+        assert row["instructions"] > 100
+
+
+def test_every_kernel_compiles_for_hopper_as_launched_and_spills_nothing():
+    rows = compiled("sm_90", 128)
+    assert_rows_are_sound(rows)
+    assert not [row["name"] for row in rows if row["spill_bytes"]]
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_ampere_as_launched_and_spills_nothing():
+    rows = compiled("sm_80", 128)
+    assert_rows_are_sound(rows)
+    assert not [row["name"] for row in rows if row["spill_bytes"]]
+
+
+@pytest.mark.slow
+def test_every_kernel_fits_a_hopper_block_at_the_largest_key_width():
+    assert_rows_are_sound(compiled("sm_90", 256))

@@ -14,7 +14,8 @@ ROUNDINGS_IN_A_ROW = 6
 @pytest.fixture(scope="module")
 def results():
     """One process for all float32 groups: starting Triton costs more than a small case."""
-    return run_interpreted("cases.py", "hostile_gates", "constant_momentum", "packs", "strong_coupling", "decoding")
+    groups = ("hostile_gates", "constant_momentum", "several_chunks", "packs", "strong_coupling", "decoding")
+    return run_interpreted("cases.py", *groups)
 
 
 def assert_all_below(cases, tolerance):
@@ -34,6 +35,10 @@ def test_outputs_and_all_gradients_are_exact_for_hostile_gates(results):
 
 def test_every_constant_log_mu_from_zero_to_minus_infinity_is_exact(results):
     assert_all_below(results["constant_momentum"], FLOAT32_TOLERANCE)
+
+
+def test_what_a_chunk_hands_to_the_next_is_exact(results):
+    assert_all_below(results["several_chunks"], FLOAT32_TOLERANCE)
 
 
 def test_packs_with_empty_and_one_token_sequences_are_exact(results):

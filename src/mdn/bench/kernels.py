@@ -11,85 +11,150 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum_delta_rule.options import RuleOptions
 
-CHUNK = 64
-HEADS_400M = 6  # of the paper's 400M model (K=128, V=256): strides are constants of the compiled code
 BARS = {"launches": {"forward": 5, "backward": 6}, "bytes_K128": {"forward": 3000, "backward": 8000}}
 SHARED_LIMIT_SM90 = 232_448
+PASSES = ("forward", "backward", "decode")
 
 
-def example_inputs(time: int, key_dim: int, value_dim: int, heads: int = 1) -> tuple[list[Any], RuleOptions]:
-    """bfloat16 inputs: (q, k, v, p, log_alpha, log_mu, beta, eta), p not given, L2 norm inside."""
-    rows = [torch.zeros(1, time, heads, width, dtype=torch.bfloat16) for width in (key_dim, key_dim, value_dim)]
-    gates = [torch.zeros(1, time, heads) for _ in range(4)]
-    return [*rows, None, *gates], RuleOptions(scale=key_dim**-0.5, chunk_size=CHUNK)
+@dataclass(frozen=True)
+class Variant:
+    """Inputs of one kind; the defaults are those of the paper's models (6 heads: strides are constants of the code)."""
+
+    name: str = "default"
+    key_dim: int = 128
+    value_dim: int = 256
+    time: int = 128
+    heads: int = 6
+    value_heads: int = 6
+    dtype: torch.dtype = torch.bfloat16
+    chunk_size: int = 64
+    given_p: bool = False
+    packed: bool = False
+    """a pack of two sequences, with initial states and their gradients; decoding into slots"""
+
+    def inputs(self) -> list[Tensor | None]:
+        """(q, k, v, p, log_alpha, log_mu, beta, eta), all zero."""
+
+        def rows(heads: int, width: int) -> Tensor:
+            return torch.zeros(1, self.time, heads, width, dtype=self.dtype)
+
+        p = rows(self.heads, self.key_dim) if self.given_p else None
+        gates = [torch.zeros(1, self.time, self.value_heads) for _ in range(4)]
+        return [*(rows(self.heads, self.key_dim) for _ in "qk"), rows(self.value_heads, self.value_dim), p, *gates]
+
+    def run(self, which: str) -> None:
+        """Call forward, backward or the decoding step as the dispatcher would."""
+        from mdn.ops.triton import backward, forward, step_
+
+        inputs, options = self.inputs(), RuleOptions(scale=self.key_dim**-0.5, chunk_size=self.chunk_size)
+        boundaries = SequenceBoundaries.from_lengths([1, self.time - 1]) if self.packed else None
+        state = torch.zeros(2, 2 if self.packed else 1, self.value_heads, self.key_dim, self.value_dim)
+        given_state = state if self.packed else None
+        if which == "forward":
+            forward(*inputs, given_state, boundaries, options, True)
+        elif which == "backward":
+            values = torch.zeros(1, self.time, self.value_heads, self.value_dim, dtype=self.dtype)
+            backward(values, given_state, *inputs, given_state, values.clone(), boundaries, options)
+        else:
+            token = [None if x is None else x[:, 0] for x in inputs]
+            step_(*token, state[0], state[1], torch.tensor([1]) if self.packed else None, options)
 
 
-def record_launches(key_dim: int, value_dim: int, target: str) -> list[Any]:
-    """The launches of one forward, backward and decoding step, made as for ``target`` but not run."""
-    from mdn.ops.triton import backward, forward, step_
-    from mdn.ops.triton.launcher import watch_launches
+VARIANTS = (
+    Variant("given p", given_p=True),
+    Variant("two value heads per key head", heads=3),
+    Variant("pack with states and slots", packed=True),
+    Variant("float16", dtype=torch.float16),
+    Variant("float32", dtype=torch.float32),
+    Variant("chunk 16", chunk_size=16),
+    Variant("chunk 32", chunk_size=32),
+    Variant("K=64, V=64", key_dim=64, value_dim=64),
+    Variant("K=256, V=512, given p", key_dim=256, value_dim=512, given_p=True),
+    Variant("K=256, V=512, float32", key_dim=256, value_dim=512, dtype=torch.float32),
+)
+
+
+def record_launches(variant: Variant, target: str) -> dict[str, list[Any]]:
+    """The launches of each pass, made as for ``target`` but not run."""
+    from mdn.ops.triton.launcher import intercept_launches
     from mdn.ops.triton.tiles import assume_target
 
-    inputs, options = example_inputs(2 * CHUNK, key_dim, value_dim, HEADS_400M)
-    with assume_target(target), watch_launches(run=False) as seen:
-        o, state, residual = forward(*inputs, None, None, options, True)
-        backward(o, None, *inputs, None, residual, None, options)
-        token = [None if x is None else x[:, 0] for x in inputs]
-        step_(*token, state[0], state[1], None, options)
-    by_name = {launch.kernel.__name__: launch for launch in seen}
-    return list(by_name.values())
+    seen: dict[str, list[Any]] = {which: [] for which in PASSES}
+    with assume_target(target):
+        for which in PASSES:
+            with intercept_launches(seen[which].append):
+                variant.run(which)
+    return seen
 
 
-def compile_all(targets: list[str], key_dims: list[int], value_dim: int) -> Iterator[dict[str, Any]]:
-    """One row per kernel, target and K: the rows of `kernels` in the JSON."""
+def compile_variant(variant: Variant, target: str) -> Iterator[dict[str, Any]]:
+    """One row per launch: name, pass, target, K, V and its resources."""
     from mdn.ops.triton.availability import interpreting
     from mdn.ops.triton.resources import compile_launch
 
     if interpreting():
         raise ValueError("TRITON_INTERPRET must not be 1 here: the interpreter compiles nothing")
-    for key_dim in key_dims:
-        for target in targets:
-            for launch in record_launches(key_dim, value_dim, target):
-                name = launch.kernel.__name__.removesuffix("_kernel")
-                row = {"name": name, "target": target, "K": key_dim, "V": value_dim}
-                yield row | compile_launch(launch, target).as_dict()
+    for which, launches in record_launches(variant, target).items():
+        for launch in launches:
+            row = {"name": launch.name, "pass": which, "target": target, "K": variant.key_dim, "V": variant.value_dim}
+            yield row | compile_launch(launch, target).as_dict()
 
 
-def count_in_this_process(key_dim: int, value_dim: int) -> dict[str, dict[str, float]]:
-    """Launches, and bytes written per token and head, of forward and backward, counted while they run.
+def written_by(variant: Variant, which: str) -> list[tuple[str, dict[str, int]]]:
+    """For each launch of a pass: the kernel and the bytes it writes into each argument, counted while it runs."""
+    from mdn.ops.triton.interpreter import count_written_bytes
+    from mdn.ops.triton.launcher import Launch, intercept_launches, run_launch
+
+    found: list[tuple[str, dict[str, int]]] = []
+
+    def count(launch: Launch) -> None:
+        with count_written_bytes() as written:
+            run_launch(launch)
+        tensors = {name: x for name, x in launch.arguments.items() if isinstance(x, Tensor)}
+        pieces = {name: written.within(x.data_ptr(), x.numel() * x.element_size()) for name, x in tensors.items()}
+        if sum(pieces.values()) != written.total:
+            raise ValueError(f"{launch.name} wrote outside its arguments, or they overlap")
+        found.append((launch.name, {name: size for name, size in pieces.items() if size}))
+
+    with intercept_launches(count):
+        variant.run(which)
+    return found
+
+
+def count_in_this_process(key_dim: int, value_dim: int) -> dict[str, dict[str, Any]]:
+    """Of each pass: its launches, and the bytes written per token and head, in all and by kernel and buffer.
 
     Two lengths are run and the difference taken, so that what is written once per sequence (the final state) does not
-    depend on the length chosen here.
+    depend on the length chosen here. Decoding is one token.
     """
-    from mdn.ops.triton import backward, forward
-    from mdn.ops.triton.interpreter import count_written_bytes, repair
-    from mdn.ops.triton.launcher import watch_launches
+    from mdn.ops.triton.interpreter import repair
 
     repair()
-    counts: dict[int, dict[str, tuple[int, int]]] = {}
-    short, long = CHUNK, 3 * CHUNK
-    for time in (short, long):
-        inputs, options = example_inputs(time, key_dim, value_dim)
-        with watch_launches(run=True) as launches, count_written_bytes() as written:
-            o, _, residual = forward(*inputs, None, None, options, True)
-            forward_counts = len(launches), written.total
-        with watch_launches(run=True) as launches, count_written_bytes() as written:
-            backward(torch.zeros_like(o), None, *inputs, None, residual, None, options)
-        counts[time] = {"forward": forward_counts, "backward": (len(launches), written.total)}
-    passes = ("forward", "backward")
-    return {
-        "launches": {name: counts[long][name][0] for name in passes},
-        "bytes": {name: (counts[long][name][1] - counts[short][name][1]) / (long - short) for name in passes},
-    }
+    short = Variant(key_dim=key_dim, value_dim=value_dim, heads=1, value_heads=1, time=64)
+    long = replace(short, time=192)
+    by_kernel: dict[str, dict[str, dict[str, float]]] = {which: {} for which in PASSES}
+    launches = dict.fromkeys(PASSES, 0)
+    for which in PASSES:
+        few, many = written_by(short, which), written_by(long, which)
+        launches[which] = len(many)
+        for (kernel, once), (_, buffers) in zip(few, many, strict=True):
+            tokens = long.time - short.time
+            per_token = {name: (size - once[name]) / tokens for name, size in buffers.items()}
+            by_kernel[which][kernel] = {**once} if which == "decode" else per_token
+    totals = {which: sum(sum(buffers.values()) for buffers in kernels.values()) for which, kernels in by_kernel.items()}
+    return {"launches": launches, "bytes": totals, "by_kernel": by_kernel}
 
 
-def count_launches_and_bytes(key_dim: int, value_dim: int) -> dict[str, dict[str, float]]:
+def count_launches_and_bytes(key_dim: int, value_dim: int) -> dict[str, dict[str, Any]]:
     """`count_in_this_process` in a process that has the interpreter switched on."""
     command = [sys.executable, "-W", "ignore", "-m", "mdn.bench.kernels", str(key_dim), str(value_dim)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)

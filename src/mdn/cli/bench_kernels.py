@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 HELP = "resources of the Triton kernels per GPU target, launches and bytes written; needs no GPU"
 EXAMPLE = "mdn bench kernels --targets sm_90 --json kernels.json"
@@ -17,39 +18,58 @@ VALUE_DIM = 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--targets", nargs="+", choices=(*TARGETS, "sm_120"), default=list(TARGETS), help="GPUs")
     parser.add_argument("--key-dims", nargs="+", type=int, default=list(KEY_DIMS), metavar="K", help="128 256")
+    parser.add_argument("--variants", action="store_true", help="also compile other dtypes, chunks, head groups, packs")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
 
 
 def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from mdn.bench.kernels import broken_bars, compile_all, count_launches_and_bytes
+    from mdn.bench.kernels import VARIANTS, Variant, broken_bars, compile_variant, count_launches_and_bytes
     from mdn.ops.triton.availability import MAX_KEY_DIM, triton_version
 
-    if triton_version() is None:
+    version = triton_version()
+    if version is None:
         raise ValueError("Triton is not installed (pip install 'momentum-deltanet[triton]')")
     wrong = [key_dim for key_dim in args.key_dims if not 1 <= key_dim <= MAX_KEY_DIM]
     if wrong:
         raise ValueError(f"--key-dims must be between 1 and {MAX_KEY_DIM}, got {wrong[0]}")
     counted = {key_dim: count_launches_and_bytes(key_dim, VALUE_DIM) for key_dim in args.key_dims}
-    total = 8 * len(args.targets) * len(args.key_dims)
-    rows = compile_all(args.targets, args.key_dims, VALUE_DIM)
+    defaults = [Variant(key_dim=key_dim, value_dim=VALUE_DIM) for key_dim in args.key_dims]
+    wanted = [(variant, target) for variant in defaults for target in args.targets]
+    wanted += [(variant, target) for variant in VARIANTS for target in args.targets if args.variants]
+    rows: dict[str, list[dict[str, Any]]] = {"kernels": [], "variants": []}
+    for variant, target in tqdm(wanted, desc="compiling", disable=not sys.stderr.isatty()):
+        for row in compile_variant(variant, target):
+            if variant in defaults:
+                rows["kernels"].append(row)
+            else:
+                rows["variants"].append({"variant": variant.name, **row})
     report = {
+        "triton": ".".join(map(str, version)),
         "launches": counted[args.key_dims[0]]["launches"],
         "bytes_written_per_token_head": {f"K{key_dim}": found["bytes"] for key_dim, found in counted.items()},
-        "kernels": list(tqdm(rows, total=total, desc="compiling", disable=not sys.stderr.isatty())),
+        "bytes_written_by_kernel": {f"K{key_dim}": found["by_kernel"] for key_dim, found in counted.items()},
+        **{name: found for name, found in rows.items() if found},
     }
     _show(report, broken_bars(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _show(report: dict, broken: list[str]) -> None:
-    for key, numbers in {"launches": report["launches"], **report["bytes_written_per_token_head"]}.items():
-        what = "launches" if key == "launches" else f"bytes written per token and head, {key}"
-        print(f"{what}: forward {numbers['forward']:,.0f}, backward {numbers['backward']:,.0f}")
-    print(f"\n{'kernel':<18}{'target':<9}{'K':>5}{'registers':>11}{'spills':>8}{'shared':>9}{'instructions':>14}")
-    for row in report["kernels"]:
+def _show(report: dict[str, Any], broken: list[str]) -> None:
+    launches = report["launches"]
+    print(f"launches: forward {launches['forward']}, backward {launches['backward']}, decode {launches['decode']}")
+    for key, passes in report["bytes_written_by_kernel"].items():
+        totals = report["bytes_written_per_token_head"][key]
+        for which, kernels in passes.items():
+            print(f"\nbytes written per token and head, {key}, {which}: {totals[which]:,.0f}")
+            for kernel, buffers in kernels.items():
+                print(f"  {kernel:<17}" + ", ".join(f"{name} {size:,.4g}" for name, size in buffers.items() if size))
+    names = f"{'kernel':<17}{'pass':<10}{'target':<8}{'K':>5}{'V':>5}"
+    print(f"\n{names}{'registers':>11}{'spills':>8}{'shared':>9}{'instructions':>14}")
+    for row in (*report["kernels"], *report.get("variants", ())):
         cells = f"{row['registers']:>11}{row['spill_bytes']:>8}{row['shared_bytes']:>9,}{row['instructions']:>14,}"
-        print(f"{row['name']:<18}{row['target']:<9}{row['K']:>5}{cells}")
+        name = f"{row['name']:<17}{row['pass']:<10}{row['target']:<8}{row['K']:>5}{row['V']:>5}"
+        print(name + cells + f"  {row.get('variant', '')}".rstrip())
     print("\n" + ("every bar is met" if not broken else "bars not met:\n  " + "\n  ".join(broken)))

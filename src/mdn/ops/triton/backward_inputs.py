@@ -13,13 +13,24 @@ import triton
 import triton.language as tl
 
 from mdn.ops.triton.blocks import (
+    ABAR_IN_ERRORS,
+    ABAR_IN_OUTPUTS,
+    ALPHA_IN_ERRORS,
+    B_IN_ERRORS,
+    B_IN_OUTPUTS,
+    LAST_GAMMA_IN_STATES,
+    LAST_MU_IN_STATES,
+    QUERY,
+    READ,
+    RUNTIME_NUMBERS,
+    WRITE_WITHOUT_ETA,
     add_product,
-    following,
     inverse_norm,
     load_coefficients,
     load_gate,
     load_tile,
     locate_chunk,
+    stacked,
     state_offsets,
     store_gate,
     store_tile,
@@ -115,6 +126,203 @@ def add_weighted_rows(
 
 
 @triton.jit
+def add_through_states(
+    total,
+    x,
+    state,
+    tile,
+    of_s,
+    of_m,
+    first,
+    left,
+    head,
+    value_dim,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """total + diag(of_s) x S^T - diag(of_m) x M^T [C, K], and the row sums of x S^T and of x M^T with ``tile`` [C].
+
+    One after the other: x S^T and x M^T are never held together.
+    """
+    through = read_state(x, state, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
+    with_s = tl.sum(through * tile, axis=1)
+    total += of_s[:, None] * through
+    through = read_state(x, state + K * V, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
+    with_m = tl.sum(through * tile, axis=1)
+    total -= of_m[:, None] * through
+    return total, with_s, with_m
+
+
+@triton.jit
+def probe_gradient(
+    probe,
+    k,
+    log_alpha,
+    eta,
+    dv,
+    coefficients,
+    state,
+    p_weights,
+    sums,
+    first,
+    left,
+    head,
+    key_head,
+    plane,
+    value_dim,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    L2NORM: tl.constexpr,
+    P_TIMES_ALPHA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Through the prediction errors: the gradient of p [C, K]."""
+    p_tile = load_tile(probe, first, left, key_head, H, 0, K, C, BK)
+    p_factor = inverse_norm(p_tile, L2NORM, C, COMPUTE)
+    if P_TIMES_ALPHA:
+        p_factor = p_factor * tl.exp(load_gate(log_alpha, first, left, head, HV, C, COMPUTE))
+    of_s, of_m = load_coefficients(coefficients, READ, first, left, head, HV, plane, C, COMPUTE)
+    part = tl.zeros([C, BK], COMPUTE)
+    part, with_s, with_m = add_through_states(
+        part, dv, state, p_tile, -of_s, -of_m, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE
+    )
+    store_gate(stacked(sums, ABAR_IN_ERRORS, plane), -p_factor * with_s, first, left, head, HV, C)
+    store_gate(stacked(sums, B_IN_ERRORS, plane), p_factor * with_m, first, left, head, HV, C)
+    part = add_weighted_rows(
+        part, p_weights, k, eta, first, left, head, HV, key_head, H, K, C, BK, False, PRECISION, COMPUTE
+    )
+    if P_TIMES_ALPHA:
+        d_log_alpha = tl.sum(part * p_tile, axis=1)
+    else:
+        d_log_alpha = tl.zeros([C], COMPUTE)
+    store_gate(stacked(sums, ALPHA_IN_ERRORS, plane), d_log_alpha, first, left, head, HV, C)
+    return part
+
+
+@triton.jit
+def key_gradient(
+    q,
+    k,
+    probe,
+    eta,
+    residual,
+    coefficients,
+    state_gradient,
+    q_weights,
+    p_weights,
+    deta,
+    sums,
+    first,
+    left,
+    head,
+    key_head,
+    plane,
+    value_dim,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    L2NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Through the states after the chunk and both [C, C] matrices: the gradient of k [C, K]; stores that of eta."""
+    eta_rows = load_gate(eta, first, left, head, HV, C, COMPUTE)
+    k_tile = load_tile(k, first, left, key_head, H, 0, K, C, BK)
+    of_s, of_m = load_coefficients(coefficients, WRITE_WITHOUT_ETA, first, left, head, HV, plane, C, COMPUTE)
+    part = tl.zeros([C, BK], COMPUTE)
+    part, with_s, with_m = add_through_states(
+        part,
+        residual,
+        state_gradient,
+        k_tile,
+        of_s,
+        of_m,
+        first,
+        left,
+        head,
+        value_dim,
+        HV,
+        K,
+        V,
+        C,
+        BK,
+        BV,
+        PRECISION,
+        COMPUTE,
+    )
+    factor = inverse_norm(k_tile, L2NORM, C, COMPUTE) * eta_rows
+    store_gate(stacked(sums, LAST_GAMMA_IN_STATES, plane), factor * with_s, first, left, head, HV, C)
+    store_gate(stacked(sums, LAST_MU_IN_STATES, plane), -factor * with_m, first, left, head, HV, C)
+    part = add_weighted_rows(
+        part, q_weights, q, eta, first, left, head, HV, key_head, H, K, C, BK, True, PRECISION, COMPUTE
+    )
+    part = add_weighted_rows(
+        part, p_weights, probe, eta, first, left, head, HV, key_head, H, K, C, BK, True, PRECISION, COMPUTE
+    )
+    store_gate(deta, tl.sum(part * k_tile, axis=1), first, left, head, HV, C)
+    return eta_rows[:, None] * part
+
+
+@triton.jit
+def add_query_gradient(
+    total,
+    q,
+    k,
+    eta,
+    grad_o,
+    coefficients,
+    state,
+    q_weights,
+    sums,
+    scale,
+    first,
+    left,
+    head,
+    key_head,
+    plane,
+    value_dim,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    L2NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Through the outputs: total + the gradient of q [C, K]."""
+    q_tile = load_tile(q, first, left, key_head, H, 0, K, C, BK)
+    q_factor = inverse_norm(q_tile, L2NORM, C, COMPUTE) * scale
+    of_s, of_m = load_coefficients(coefficients, QUERY, first, left, head, HV, plane, C, COMPUTE)
+    total, with_s, with_m = add_through_states(
+        total, grad_o, state, q_tile, of_s, of_m, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE
+    )
+    store_gate(stacked(sums, ABAR_IN_OUTPUTS, plane), q_factor * with_s, first, left, head, HV, C)
+    store_gate(stacked(sums, B_IN_OUTPUTS, plane), -q_factor * with_m, first, left, head, HV, C)
+    return add_weighted_rows(
+        total, q_weights, k, eta, first, left, head, HV, key_head, H, K, C, BK, False, PRECISION, COMPUTE
+    )
+
+
+@triton.jit
 def store_raw_gradient(
     output,
     rows,
@@ -137,7 +345,7 @@ def store_raw_gradient(
     store_tile(output, gradient, first, left, head, heads, 0, K, C, BK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME_NUMBERS)
 def backward_inputs_kernel(
     grad_o,
     q,
@@ -183,86 +391,38 @@ def backward_inputs_kernel(
         probe = k
     else:
         probe = p
-    k_factor = inverse_norm(load_tile(k, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE)
     # Each is the normalising factor times the gradient of the normalised rows, summed over the value heads.
-    q_gradient = tl.zeros([C, BK], COMPUTE)
     k_gradient = tl.zeros([C, BK], COMPUTE)
     p_gradient = tl.zeros([C, BK], COMPUTE)
-
     # Tiles of q, k and p are loaded again where they are used: held all along, they and the sums would spill.
     for member in range(HV // H):
         head = key_head * (HV // H) + member
-        eta_rows = load_gate(eta, first, left, head, HV, C, COMPUTE)
-        s_state = states + (row * HV + head) * (2 * K * V)
-        m_state = s_state + K * V
-        s_gradient = state_gradients + (row * HV + head) * (2 * K * V)
-        store_overlaps(overlaps + (row * HV + head) * 4, s_state, s_gradient, value_dim, K, V, BK, BV, COMPUTE)
-
-        # p: the prediction errors read the states one row earlier.
-        p_tile = load_tile(probe, first, left, key_head, H, 0, K, C, BK)
-        p_factor = inverse_norm(p_tile, L2NORM, C, COMPUTE)
-        if P_TIMES_ALPHA:
-            p_factor = p_factor * tl.exp(load_gate(log_alpha, first, left, head, HV, C, COMPUTE))
-        of_s, of_m = load_coefficients(coefficients, 0, first, left, head, HV, plane, C, COMPUTE)
-        through = read_state(dv, s_state, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
-        d_abar = -following(p_factor * tl.sum(through * p_tile, axis=1), C)
-        part = -of_s[:, None] * through
-        through = read_state(dv, m_state, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
-        d_b = following(p_factor * tl.sum(through * p_tile, axis=1), C)
-        part += of_m[:, None] * through
-        part = add_weighted_rows(
-            part, p_weights, k, eta, first, left, head, HV, key_head, H, K, C, BK, False, PRECISION, COMPUTE
-        )
-        if P_TIMES_ALPHA:
-            store_gate(sums + 4 * plane, tl.sum(part * p_tile, axis=1), first, left, head, HV, C)
-        else:
-            store_gate(sums + 4 * plane, tl.zeros([C], COMPUTE), first, left, head, HV, C)
+        state = states + (row * HV + head) * (2 * K * V)
+        state_gradient = state_gradients + (row * HV + head) * (2 * K * V)
+        store_overlaps(overlaps + (row * HV + head) * 4, state, state_gradient, value_dim, K, V, BK, BV, COMPUTE)
+        part = probe_gradient(
+            probe, k, log_alpha, eta, dv, coefficients, state, p_weights, sums, first, left, head, key_head, plane,
+            value_dim, H, HV, K, V, C, BK, BV, L2NORM, P_TIMES_ALPHA, PRECISION, COMPUTE,
+        )  # fmt: skip
         if p is None:
             k_gradient += part
         else:
             p_gradient += part
-
-        # k: keys write into the states after the chunk and into both [C, C] matrices.
-        k_tile = load_tile(k, first, left, key_head, H, 0, K, C, BK)
-        of_s, of_m = load_coefficients(coefficients, 3, first, left, head, HV, plane, C, COMPUTE)
-        through = read_state(
-            residual, s_gradient, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE
-        )
-        d_last_gamma = k_factor * eta_rows * tl.sum(through * k_tile, axis=1)
-        store_gate(sums + 2 * plane, d_last_gamma, first, left, head, HV, C)
-        part = of_s[:, None] * through
-        through = read_state(
-            residual, s_gradient + K * V, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE
-        )
-        d_last_mu = -k_factor * eta_rows * tl.sum(through * k_tile, axis=1)
-        store_gate(sums + 3 * plane, d_last_mu, first, left, head, HV, C)
-        part -= of_m[:, None] * through
-        part = add_weighted_rows(
-            part, q_weights, q, eta, first, left, head, HV, key_head, H, K, C, BK, True, PRECISION, COMPUTE
-        )
-        part = add_weighted_rows(
-            part, p_weights, probe, eta, first, left, head, HV, key_head, H, K, C, BK, True, PRECISION, COMPUTE
-        )
-        store_gate(deta, tl.sum(part * k_tile, axis=1), first, left, head, HV, C)
-        k_gradient += eta_rows[:, None] * part
-
-        # q: the outputs read the states, and R through the scores.
-        q_tile = load_tile(q, first, left, key_head, H, 0, K, C, BK)
-        q_factor = inverse_norm(q_tile, L2NORM, C, COMPUTE) * scale
-        of_s, of_m = load_coefficients(coefficients, 1, first, left, head, HV, plane, C, COMPUTE)
-        through = read_state(grad_o, s_state, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
-        d_abar += q_factor * tl.sum(through * q_tile, axis=1)
-        store_gate(sums, d_abar, first, left, head, HV, C)
-        q_gradient += of_s[:, None] * through
-        through = read_state(grad_o, m_state, first, left, head, value_dim, HV, K, V, C, BK, BV, PRECISION, COMPUTE)
-        d_b -= q_factor * tl.sum(through * q_tile, axis=1)
-        store_gate(sums + plane, d_b, first, left, head, HV, C)
-        q_gradient -= of_m[:, None] * through
-        q_gradient = add_weighted_rows(
-            q_gradient, q_weights, k, eta, first, left, head, HV, key_head, H, K, C, BK, False, PRECISION, COMPUTE
-        )
-
-    store_raw_gradient(dq, q, q_gradient, first, left, key_head, H, K, C, BK, L2NORM, COMPUTE)
+        k_gradient += key_gradient(
+            q, k, probe, eta, residual, coefficients, state_gradient, q_weights, p_weights, deta, sums, first, left,
+            head, key_head, plane, value_dim, H, HV, K, V, C, BK, BV, L2NORM, PRECISION, COMPUTE,
+        )  # fmt: skip
     store_raw_gradient(dk, k, k_gradient, first, left, key_head, H, K, C, BK, L2NORM, COMPUTE)
     if dp is not None:
         store_raw_gradient(dp, p, p_gradient, first, left, key_head, H, K, C, BK, L2NORM, COMPUTE)
+
+    # q in a second round, when the other gradients have left the registers.
+    q_gradient = tl.zeros([C, BK], COMPUTE)
+    for member in range(HV // H):
+        head = key_head * (HV // H) + member
+        state = states + (row * HV + head) * (2 * K * V)
+        q_gradient = add_query_gradient(
+            q_gradient, q, k, eta, grad_o, coefficients, state, q_weights, sums, scale, first, left, head, key_head,
+            plane, value_dim, H, HV, K, V, C, BK, BV, L2NORM, PRECISION, COMPUTE,
+        )  # fmt: skip
+    store_raw_gradient(dq, q, q_gradient, first, left, key_head, H, K, C, BK, L2NORM, COMPUTE)

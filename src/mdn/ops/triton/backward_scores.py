@@ -11,10 +11,18 @@ ahead: no matrix has to be shifted.
 import triton
 import triton.language as tl
 
-from mdn.ops.triton.blocks import inverse_norm, load_gate, load_tile, locate_chunk, similarity, store_tile
+from mdn.ops.triton.blocks import (
+    RUNTIME_NUMBERS,
+    inverse_norm,
+    load_gate,
+    load_tile,
+    locate_chunk,
+    similarity,
+    store_tile,
+)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME_NUMBERS)
 def backward_scores_kernel(
     grad_o,
     q,

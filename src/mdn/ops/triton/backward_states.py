@@ -11,20 +11,21 @@ import triton
 import triton.language as tl
 
 from mdn.ops.triton.blocks import (
+    QUERY,
+    READ,
+    RUNTIME_NUMBERS,
+    WRITE,
     add_product,
+    chunk_at,
     load_coefficients,
     load_tile,
-    locate_sequence,
     product,
-    state_row,
     store_tile,
-    tokens_left_at,
 )
-from mdn.ops.triton.forward_states import load_states, store_states
-from mdn.ops.triton.rebuild_states import store_chunk_states
+from mdn.ops.triton.states import load_states, locate_walk, store_chunk_states, store_states
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME_NUMBERS)
 def backward_states_kernel(
     grad_o,
     q,
@@ -54,26 +55,18 @@ def backward_states_kernel(
     SOLVE_PRECISION: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    sequence = tl.program_id(0) // HV
-    head = tl.program_id(0) % HV
-    key_head = head // (HV // H)
-    column = tl.program_id(1) * BV
+    sequence, head, key_head, column, begin, length, chunks = locate_walk(cu_seqlens, time, H, HV, C, BV, PACKED)
     dtype: tl.constexpr = q.dtype.element_ty
-    begin, length = locate_sequence(sequence, cu_seqlens, time, PACKED)
     ds, dm = load_states(grad_final_state, sequence, sequences, head, column, HV, K, V, BK, BV, COMPUTE)
 
-    chunks = tl.cdiv(length, C)
     for step in range(chunks):
-        chunk = chunks - 1 - step
-        first = begin + chunk * C
-        left = tokens_left_at(length, chunk, C)
-        row = state_row(begin, sequence, chunk, C)
+        first, left, row = chunk_at(begin, length, sequence, chunks - 1 - step, C)
         store_chunk_states(state_gradients, ds, dm, row, head, column, HV, K, V, BK, BV)
 
         k_tile = load_tile(k, first, left, key_head, H, 0, K, C, BK)
         do_tile = load_tile(grad_o, first, left, head, HV, column, V, C, BV)
         scores_tile = load_tile(scores, first, left, head, HV, 0, C, C, C)
-        of_s, of_m = load_coefficients(coefficients, 2, first, left, head, HV, plane, C, COMPUTE)
+        of_s, of_m = load_coefficients(coefficients, WRITE, first, left, head, HV, plane, C, COMPUTE)
         dr = product(tl.trans(scores_tile), do_tile, PRECISION, COMPUTE)
         dr += of_s[:, None] * product(k_tile, ds.to(dtype), PRECISION, COMPUTE)
         dr -= of_m[:, None] * product(k_tile, dm.to(dtype), PRECISION, COMPUTE)
@@ -88,11 +81,11 @@ def backward_states_kernel(
             p_tile = k_tile
         else:
             p_tile = load_tile(p, first, left, key_head, H, 0, K, C, BK)
-        of_s, of_m = load_coefficients(coefficients, 0, first, left, head, HV, plane, C, COMPUTE)
+        of_s, of_m = load_coefficients(coefficients, READ, first, left, head, HV, plane, C, COMPUTE)
         ds = add_product(ds, tl.trans(p_tile), (-of_s[:, None] * e).to(dtype), PRECISION, COMPUTE)
         dm = add_product(dm, tl.trans(p_tile), (of_m[:, None] * e).to(dtype), PRECISION, COMPUTE)
         q_tile = load_tile(q, first, left, key_head, H, 0, K, C, BK)
-        of_s, of_m = load_coefficients(coefficients, 1, first, left, head, HV, plane, C, COMPUTE)
+        of_s, of_m = load_coefficients(coefficients, QUERY, first, left, head, HV, plane, C, COMPUTE)
         wide = do_tile.to(COMPUTE)
         ds = add_product(ds, tl.trans(q_tile), (of_s[:, None] * wide).to(dtype), PRECISION, COMPUTE)
         dm = add_product(dm, tl.trans(q_tile), (-of_m[:, None] * wide).to(dtype), PRECISION, COMPUTE)

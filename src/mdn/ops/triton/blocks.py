@@ -1,4 +1,4 @@
-"""Small device functions shared by the kernels: addressing, products, decay masks and the triangular inverse.
+"""Small device functions shared by the kernels: where a chunk lies, tiles and vectors of it, and products.
 
 Shapes: C tokens of a chunk, D columns (K or V) padded to a power of two. COMPUTE is the dtype of coefficients and
 sums (float32; float64 only under the interpreter). PRECISION is how products of float32 operands are taken.
@@ -11,6 +11,16 @@ import triton.language as tl
 
 # The same epsilon as mdn.ops.l2norm, as a device constant.
 L2NORM_EPS = tl.constexpr(1e-6)
+# Pairs of vectors (for S, for M) in the buffer `coefficients`: what multiplies raw rows of p, q and k in products.
+READ, QUERY, WRITE, WRITE_WITHOUT_ETA = (tl.constexpr(which) for which in range(4))
+# Vectors of the buffer `sums`, from `backward_inputs` to `backward_gates`: gradients of abar and b by the outputs and
+# by the prediction errors (row t for abar and b of token t - 1), of the last rows of Gamma and of the mu mask by the
+# states after the chunk, and of log_alpha inside p.
+ABAR_IN_OUTPUTS, B_IN_OUTPUTS, ABAR_IN_ERRORS, B_IN_ERRORS = (tl.constexpr(which) for which in range(4))
+LAST_GAMMA_IN_STATES, LAST_MU_IN_STATES, ALPHA_IN_ERRORS = (tl.constexpr(which) for which in range(4, 7))
+# Numbers that stay numbers in the compiled code. Triton would otherwise build a kernel again for each of "is 1", "is a
+# multiple of 16" and "is neither", so for other lengths and batches; and it would unroll loops that end at a constant.
+RUNTIME_NUMBERS = ("time", "sequences", "plane", "key_dim", "value_dim")
 
 
 @triton.jit
@@ -22,34 +32,31 @@ def locate_sequence(sequence, cu_seqlens, time, PACKED: tl.constexpr):
     else:
         begin = sequence.to(tl.int64) * time
         end = begin + time
-    return begin, end - begin
+    return begin, (end - begin).to(tl.int32)
 
 
 @triton.jit
-def state_row(begin, sequence, chunk, C: tl.constexpr):
-    """A row of the per-chunk buffers. Unique for every chunk without knowing the other sequences' chunk counts,
-    because floor((begin + length) / C) + 1 >= floor(begin / C) + ceil(length / C)."""
-    return begin // C + sequence + chunk
+def chunk_at(begin, length, sequence, chunk, C: tl.constexpr):
+    """First token of a chunk (int64), its number of tokens (int32), and its row in per-chunk buffers (int64).
 
-
-@triton.jit
-def tokens_left_at(length, chunk, C: tl.constexpr):
-    """Tokens from the chunk's first to the sequence's last: rows at or past this number are empty."""
-    return length - chunk * C
+    Rows of a tile at or past the number of tokens are empty. Buffer rows are unique without knowing the other
+    sequences' chunk counts, because floor((begin + length) / C) + 1 >= floor(begin / C) + ceil(length / C).
+    """
+    return begin + chunk * C, length - chunk * C, begin // C + sequence + chunk
 
 
 @triton.jit
 def locate_chunk(chunk_id, chunk_indices, cu_seqlens, time, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token, tokens left in the sequence and buffer row of a chunk."""
+    """`chunk_at` of the chunk with this number among the chunks of all sequences."""
     if PACKED:
-        sequence = tl.load(chunk_indices + 2 * chunk_id)
-        chunk = tl.load(chunk_indices + 2 * chunk_id + 1)
+        sequence = tl.load(chunk_indices + 2 * chunk_id).to(tl.int32)
+        chunk = tl.load(chunk_indices + 2 * chunk_id + 1).to(tl.int32)
     else:
         chunks = tl.cdiv(time, C)
         sequence = chunk_id // chunks
         chunk = chunk_id % chunks
     begin, length = locate_sequence(sequence, cu_seqlens, time, PACKED)
-    return begin + chunk * C, tokens_left_at(length, chunk, C), state_row(begin, sequence, chunk, C)
+    return chunk_at(begin, length, sequence, chunk, C)
 
 
 @triton.jit
@@ -98,24 +105,28 @@ def store_tile(
 def load_gate(tensor, first_token, tokens_left, head, heads, C: tl.constexpr, COMPUTE: tl.constexpr):
     """A [C] vector of a [tokens, heads] tensor."""
     rows = tl.arange(0, C)
-    pointers = tensor + first_token * heads + head + rows.to(tl.int64) * heads
+    pointers = tensor + first_token * heads + head + rows * heads
     return tl.load(pointers, mask=rows < tokens_left, other=0.0).to(COMPUTE)
 
 
 @triton.jit
 def store_gate(tensor, values, first_token, tokens_left, head, heads, C: tl.constexpr):
     rows = tl.arange(0, C)
-    pointers = tensor + first_token * heads + head + rows.to(tl.int64) * heads
+    pointers = tensor + first_token * heads + head + rows * heads
     tl.store(pointers, values.to(tensor.dtype.element_ty), mask=rows < tokens_left)
 
 
 @triton.jit
+def stacked(vectors, which, plane):
+    """Vector number ``which`` of a [n, tokens, heads] buffer; a plane is one vector, and n of them may pass 2^31."""
+    return vectors + plane.to(tl.int64) * which
+
+
+@triton.jit
 def load_coefficients(coefficients, which, first, left, head, heads, plane, C: tl.constexpr, COMPUTE: tl.constexpr):
-    """The pair of [C] vectors that multiply products with S and with M; which: 0 read (p), 1 query (q),
-    2 write (k), 3 write without eta."""
-    pair = coefficients + 2 * which * plane
-    of_s = load_gate(pair, first, left, head, heads, C, COMPUTE)
-    return of_s, load_gate(pair + plane, first, left, head, heads, C, COMPUTE)
+    """The pair of [C] vectors that multiply products with S and with M; which: READ, QUERY, WRITE ..."""
+    of_s = load_gate(stacked(coefficients, 2 * which, plane), first, left, head, heads, C, COMPUTE)
+    return of_s, load_gate(stacked(coefficients, 2 * which + 1, plane), first, left, head, heads, C, COMPUTE)
 
 
 @triton.jit
@@ -176,10 +187,3 @@ def inverse_norm(tile, L2NORM: tl.constexpr, C: tl.constexpr, COMPUTE: tl.conste
         return 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) + L2NORM_EPS)
     else:
         return tl.full([C], 1.0, COMPUTE)
-
-
-@triton.jit
-def following(values, C: tl.constexpr):
-    """values moved up one place, zero at the end: the gradient of ``previous``."""
-    rows = tl.arange(0, C)
-    return tl.sum(tl.where(rows[:, None] == rows[None, :] - 1, values[None, :], 0.0), axis=1)

@@ -108,13 +108,18 @@ def assemble(blocks, abar_in, b_in, x_rows, y_rows, C: tl.constexpr):
 
 
 @triton.jit
+def decay_parts(log_gate, C: tl.constexpr):
+    """The parts that a mask is made of: its blocks [C / 16, 16, 16] and products from block starts [C / 16, 16]."""
+    return block_decays(log_gate, C), tl.exp(tl.cumsum(tl.reshape(log_gate, [C // 16, 16]), axis=1))
+
+
+@triton.jit
 def decay_mask(log_gate, C: tl.constexpr, COMPUTE: tl.constexpr):
-    """A whole mask L [C, C], with its parts: blocks [C / 16, 16, 16] and products from block starts [C / 16, 16]."""
+    """A whole mask L [C, C]; between blocks it has rank one."""
     BLOCKS: tl.constexpr = C // 16
     block = tl.arange(0, BLOCKS)
     own_block = tl.arange(0, C) // 16
-    blocks = block_decays(log_gate, C)
-    in_block = tl.exp(tl.cumsum(tl.reshape(log_gate, [BLOCKS, 16]), axis=1))
+    blocks, in_block = decay_parts(log_gate, C)
     ends = tl.reshape(block_ends(blocks), [C])
     totals = block_ends(in_block)
     row = tl.zeros([C], COMPUTE)
@@ -123,8 +128,7 @@ def decay_mask(log_gate, C: tl.constexpr, COMPUTE: tl.constexpr):
         rows = tl.where(block[:, None] == r, row[None, :], rows)
         total = tl.sum(tl.where(block == r, totals, 0.0), axis=0)
         row = tl.where(own_block == r, ends, total * row)
-    mask = spread_blocks(blocks, C) + tl.reshape(in_block[:, :, None] * rows[:, None, :], [C, C])
-    return mask, blocks, in_block
+    return spread_blocks(blocks, C) + tl.reshape(in_block[:, :, None] * rows[:, None, :], [C, C])
 
 
 @triton.jit

@@ -110,27 +110,14 @@ def step_(q, k, v, p, log_alpha, log_mu, beta, eta, S, M, state_indices, options
     value_heads, value_dim = v.shape[1:]
     o = torch.empty(batch, value_heads, value_dim, dtype=v.dtype, device=v.device)
     tile = choose_tile("decode", key_dim, value_dim, S.element_size(), target_of(q.device))
-    inputs = {"q": q, "k": k, "p": p, "v": v, "log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta}
-    launch(
-        decode_kernel,
-        (batch * value_heads, triton.cdiv(value_dim, tile.value_block)),
-        tile,
-        **{name: None if tensor is None else tensor.contiguous() for name, tensor in inputs.items()},
-        S=S,
-        M=M,
-        state_indices=state_indices,
-        o=o,
-        **dict(zip(("s_slot_stride", "s_head_stride", "s_row_stride"), S.stride()[:3])),
-        **dict(zip(("m_slot_stride", "m_head_stride", "m_row_stride"), M.stride()[:3])),
-        scale=options.scale,
-        H=heads,
-        HV=value_heads,
-        K=key_dim,
-        V=value_dim,
-        BK=power_of_two(key_dim),
-        BV=tile.value_block,
-        L2NORM=options.l2norm,
-        P_TIMES_ALPHA=options.p_times_alpha,
-        COMPUTE=tl.float64 if q.dtype == torch.float64 else tl.float32,
-    )
+    arguments = {"q": q, "k": k, "p": p, "v": v, "log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta}
+    arguments = {name: None if tensor is None else tensor.contiguous() for name, tensor in arguments.items()}
+    arguments |= {"S": S, "M": M, "state_indices": state_indices, "o": o, "scale": options.scale}
+    arguments |= zip(("s_slot_stride", "s_head_stride", "s_row_stride"), S.stride()[:3])
+    arguments |= zip(("m_slot_stride", "m_head_stride", "m_row_stride"), M.stride()[:3])
+    arguments |= {"H": heads, "HV": value_heads, "K": key_dim, "V": value_dim}
+    arguments |= {"BK": power_of_two(key_dim), "BV": tile.value_block}
+    arguments |= {"L2NORM": options.l2norm, "P_TIMES_ALPHA": options.p_times_alpha}
+    arguments |= {"COMPUTE": tl.float64 if q.dtype == torch.float64 else tl.float32}
+    launch(decode_kernel, (batch * value_heads, triton.cdiv(value_dim, tile.value_block)), tile, arguments)
     return o

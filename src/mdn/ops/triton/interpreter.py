@@ -2,8 +2,8 @@
 
 With TRITON_INTERPRET=1 (set before Triton is imported) kernels run in NumPy on CPU tensors. As shipped (3.7 to 3.9),
 the interpreter keeps bfloat16 as raw 16-bit integers and computes with those integers, cuts instead of rounding when it
-casts, and ignores `input_precision`. `repair` replaces the operations concerned; `count_written_bytes` adds up the
-bytes that stores really write.
+casts, and ignores `input_precision`. `repair` replaces the operations concerned; `count_written_bytes` notes
+what stores really write.
 """
 
 from __future__ import annotations
@@ -153,20 +153,30 @@ def repair(emulate_tf32: bool = False) -> None:
 
 
 class WrittenBytes:
-    """A running total."""
+    """Every store so far, as (address of its first element, bytes)."""
 
     def __init__(self) -> None:
-        self.total = 0
+        self.stores: list[tuple[int, int]] = []
+
+    @property
+    def total(self) -> int:
+        return sum(count for _, count in self.stores)
+
+    def within(self, begin: int, size: int) -> int:
+        """Bytes of the stores that begin in this piece of memory."""
+        return sum(count for address, count in self.stores if begin <= address < begin + size)
 
 
 @contextlib.contextmanager
 def count_written_bytes() -> Iterator[WrittenBytes]:
-    """Add up the bytes of every store inside the block, masked-off elements not included."""
+    """Note every store inside the block, masked-off elements not included."""
     builder, written = stock.InterpreterBuilder, WrittenBytes()
     original = builder.create_masked_store
 
     def counting(self, pointers, value, mask, *rest):
-        written.total += int(np.count_nonzero(mask.data)) * value.data.dtype.itemsize
+        addresses = pointers.data[mask.data.astype(bool)]
+        if addresses.size:
+            written.stores.append((int(addresses.flat[0]), addresses.size * value.data.dtype.itemsize))
         return original(self, pointers, value, mask, *rest)
 
     builder.create_masked_store = counting

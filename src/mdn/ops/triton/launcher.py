@@ -1,13 +1,13 @@
-"""The one place where kernels are started, and a way to watch it.
+"""The one place where kernels are started, and a way to stand in for it.
 
-`mdn bench kernels` counts launches and compiles for other targets from what is really launched: `watch_launches`
-hands every launch to an observer instead of a device.
+`mdn bench kernels` counts launches and bytes and compiles for other GPUs from what is really launched:
+`intercept_launches` hands every launch to another function.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,37 +25,45 @@ class Launch:
     arguments: dict[str, Any]
     tile: Tile
 
+    @property
+    def name(self) -> str:
+        """The name used in tables and in `tiles`."""
+        return kernel_name(self.kernel)
 
-def _run(launch: Launch) -> None:
+    @property
+    def options(self) -> dict[str, int]:
+        """What the compiler is told besides the arguments."""
+        return {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
+
+
+def kernel_name(kernel: Any) -> str:
+    return kernel.__name__.removesuffix("_kernel")
+
+
+def run_launch(launch: Launch) -> None:
+    """Start the kernel on the device of its tensors."""
     tensor = next(value for value in launch.arguments.values() if isinstance(value, torch.Tensor))
     # Triton launches on the current device, which need not be the tensors' own.
     guard = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
     with guard:
-        launch.kernel[launch.grid](**launch.arguments, num_warps=launch.tile.warps, num_stages=launch.tile.stages)
+        launch.kernel[launch.grid](**launch.arguments, **launch.options)
 
 
-_observer: Callable[[Launch], None] = _run
+_handler: Callable[[Launch], None] = run_launch
 
 
-def launch(kernel: Any, grid: tuple[int, ...], tile: Tile, **arguments: Any) -> None:
-    """Start a kernel; an empty grid (no tokens) starts nothing."""
+def launch(kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: Mapping[str, Any]) -> None:
+    """Start a kernel with those of the arguments that its parameters name; an empty grid starts nothing."""
     if 0 not in grid:
-        _observer(Launch(kernel, grid, arguments, tile))
+        _handler(Launch(kernel, grid, {name: arguments[name] for name in kernel.arg_names}, tile))
 
 
 @contextlib.contextmanager
-def watch_launches(run: bool) -> Iterator[list[Launch]]:
-    """Collect the launches made inside the block; ``run`` says whether they also happen."""
-    global _observer
-    seen: list[Launch] = []
-
-    def observe(item: Launch) -> None:
-        seen.append(item)
-        if run:
-            _run(item)
-
-    before, _observer = _observer, observe
+def intercept_launches(handler: Callable[[Launch], None]) -> Iterator[None]:
+    """Inside the block, launches go to ``handler``, which may call `run_launch`."""
+    global _handler
+    before, _handler = _handler, handler
     try:
-        yield seen
+        yield
     finally:
-        _observer = before
+        _handler = before

@@ -12,12 +12,26 @@ Alpha, eta, the scale and the L2 norms are all inside these coefficients: later 
 import triton
 import triton.language as tl
 
-from mdn.ops.triton.blocks import inverse_norm, load_gate, load_tile, locate_chunk, similarity, store_gate, store_tile
+from mdn.ops.triton.blocks import (
+    QUERY,
+    READ,
+    RUNTIME_NUMBERS,
+    WRITE,
+    WRITE_WITHOUT_ETA,
+    inverse_norm,
+    load_gate,
+    load_tile,
+    locate_chunk,
+    similarity,
+    stacked,
+    store_gate,
+    store_tile,
+)
 from mdn.ops.triton.decays import (
     assemble,
-    block_decays,
     block_product,
     carry_over_blocks,
+    decay_parts,
     earlier_block_decays,
     unit_lower_inverse,
 )
@@ -32,22 +46,55 @@ def load_earlier_gate(tensor, first_token, tokens_left, head, heads, C: tl.const
 
 
 @triton.jit
-def in_block_decays(log_alpha, earlier_log_alpha, C: tl.constexpr):
-    """abar counted from the start of each block, up to each row and up to the row before: both [C / 16, 16]."""
-    in_block = tl.reshape(log_alpha, [C // 16, 16])
-    earlier = tl.where(tl.arange(0, 16)[None, :] > 0, tl.reshape(earlier_log_alpha, [C // 16, 16]), 0.0)
-    return tl.exp(tl.cumsum(in_block, axis=1)), tl.exp(tl.cumsum(earlier, axis=1))
+def gamma_in_blocks(
+    log_mu_rows, alpha_blocks, beta_rows, C: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """Counted from the start of each block: Gamma [C / 16, 16, 16] and b [C / 16, 16]; and the mu mask and mbar."""
+    mu_blocks, mbar_in = decay_parts(log_mu_rows, C)
+    gamma_blocks = block_product(alpha_blocks * beta_rows[:, None, :], mu_blocks, PRECISION, COMPUTE)
+    b_in = tl.sum(alpha_blocks * (beta_rows * mbar_in)[:, None, :], axis=2)
+    return gamma_blocks, b_in, mu_blocks, mbar_in
+
+
+@triton.jit
+def earlier_decay_parts(log_alpha, first, left, head, HV: tl.constexpr, C: tl.constexpr, COMPUTE: tl.constexpr):
+    """`decay_parts` of the rows before: row i holds what belongs to row i - 1, counted from row i's own block."""
+    earlier = load_earlier_gate(log_alpha, first, left, head, HV, C, COMPUTE)
+    in_block = tl.where(tl.arange(0, 16)[None, :] > 0, tl.reshape(earlier, [C // 16, 16]), 0.0)
+    return earlier_block_decays(earlier, C), tl.exp(tl.cumsum(in_block, axis=1))
 
 
 @triton.jit
 def store_coefficients(coefficients, which, of_s, of_m, first, left, head, heads, plane, C: tl.constexpr):
     """A pair of [C] vectors, as `load_coefficients` reads it."""
-    pair = coefficients + 2 * which * plane
-    store_gate(pair, of_s, first, left, head, heads, C)
-    store_gate(pair + plane, of_m, first, left, head, heads, C)
+    store_gate(stacked(coefficients, 2 * which, plane), of_s, first, left, head, heads, C)
+    store_gate(stacked(coefficients, 2 * which + 1, plane), of_m, first, left, head, heads, C)
 
 
 @triton.jit
+def store_reading_coefficients(
+    coefficients,
+    which,
+    factor,
+    abar_in,
+    b_in,
+    abar,
+    b,
+    mbar,
+    first,
+    left,
+    head,
+    heads,
+    plane,
+    C: tl.constexpr,
+):
+    """factor times abar and b [C] of whole rows, from those inside blocks [C / 16, 16] and at block starts [C / 16]."""
+    abar_rows = tl.reshape(abar_in * abar[:, None], [C])
+    b_rows = tl.reshape(abar_in * b[:, None] + b_in * mbar[:, None], [C])
+    store_coefficients(coefficients, which, factor * abar_rows, factor * b_rows, first, left, head, heads, plane, C)
+
+
+@triton.jit(do_not_specialize=RUNTIME_NUMBERS)
 def prepare_kernel(
     q,
     k,
@@ -84,19 +131,11 @@ def prepare_kernel(
 
     log_alpha_rows = load_gate(log_alpha, first, left, head, HV, C, COMPUTE)
     log_mu_rows = load_gate(log_mu, first, left, head, HV, C, COMPUTE)
-    earlier_log_alpha = load_earlier_gate(log_alpha, first, left, head, HV, C, COMPUTE)
     beta_rows = tl.reshape(load_gate(beta, first, left, head, HV, C, COMPUTE), [C // 16, 16])
-
-    # Inside blocks: the masks, Gamma, abar, b and mbar; "earlier" ones belong to the row before.
-    alpha_blocks = block_decays(log_alpha_rows, C)
-    mu_blocks = block_decays(log_mu_rows, C)
-    earlier_blocks = earlier_block_decays(earlier_log_alpha, C)
-    gamma_blocks = block_product(alpha_blocks * beta_rows[:, None, :], mu_blocks, PRECISION, COMPUTE)
-    earlier_gamma = block_product(earlier_blocks * beta_rows[:, None, :], mu_blocks, PRECISION, COMPUTE)
-    abar_in, abar_earlier = in_block_decays(log_alpha_rows, earlier_log_alpha, C)
-    mbar_in = tl.exp(tl.cumsum(tl.reshape(log_mu_rows, [C // 16, 16]), axis=1))
-    b_in = tl.sum(alpha_blocks * (beta_rows * mbar_in)[:, None, :], axis=2)
-    b_earlier = tl.sum(earlier_blocks * (beta_rows * mbar_in)[:, None, :], axis=2)
+    alpha_blocks, abar_in = decay_parts(log_alpha_rows, C)
+    gamma_blocks, b_in, mu_blocks, mbar_in = gamma_in_blocks(
+        log_mu_rows, alpha_blocks, beta_rows, C, PRECISION, COMPUTE
+    )
     x_rows, y_rows, abar, b, mbar, last_gamma, last_mu, abar_total, b_total, mbar_total = carry_over_blocks(
         gamma_blocks, mu_blocks, abar_in, b_in, mbar_in, C, COMPUTE
     )
@@ -105,16 +144,19 @@ def prepare_kernel(
     tl.store(decay + 1, b_total)
     tl.store(decay + 2, mbar_total)
 
+    # k writes into the states.
     k_factor = inverse_norm(load_tile(k, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE)
-    write_factor = k_factor * load_gate(eta, first, left, head, HV, C, COMPUTE)
-    write_s = write_factor * last_gamma
-    store_coefficients(coefficients, 2, write_s, write_factor * last_mu, first, left, head, HV, plane, C)
-    store_coefficients(coefficients, 3, k_factor * last_gamma, k_factor * last_mu, first, left, head, HV, plane, C)
+    write_s, write_m = k_factor * last_gamma, k_factor * last_mu
+    store_coefficients(coefficients, WRITE_WITHOUT_ETA, write_s, write_m, first, left, head, HV, plane, C)
+    eta_rows = load_gate(eta, first, left, head, HV, C, COMPUTE)
+    store_coefficients(coefficients, WRITE, eta_rows * write_s, eta_rows * write_m, first, left, head, HV, plane, C)
+    write_factor = k_factor * eta_rows
 
+    # q reads the states after its row.
     q_factor = inverse_norm(load_tile(q, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE) * scale
-    abar_rows = tl.reshape(abar_in * abar[:, None], [C])
-    b_rows = tl.reshape(abar_in * b[:, None] + b_in * mbar[:, None], [C])
-    store_coefficients(coefficients, 1, q_factor * abar_rows, q_factor * b_rows, first, left, head, HV, plane, C)
+    store_reading_coefficients(
+        coefficients, QUERY, q_factor, abar_in, b_in, abar, b, mbar, first, left, head, HV, plane, C
+    )
     gamma_tile = assemble(gamma_blocks, abar_in, b_in, x_rows, y_rows, C)
     if gamma is not None:
         store_tile(gamma, gamma_tile, first, left, head, HV, 0, C, C, C)
@@ -122,6 +164,7 @@ def prepare_kernel(
     weighted *= similarity(q, k, first, left, first, left, key_head, H, key_dim, K, C, 16, PRECISION, COMPUTE)
     store_tile(scores, weighted, first, left, head, HV, 0, C, C, C)
 
+    # p reads the states before its row: the same with the decays of the row before.
     if p is None:
         probe = k
         p_factor = k_factor
@@ -129,11 +172,15 @@ def prepare_kernel(
         probe = p
         p_factor = inverse_norm(load_tile(p, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE)
     if P_TIMES_ALPHA:
-        p_factor = p_factor * tl.exp(log_alpha_rows)
-    abar_rows = tl.reshape(abar_earlier * abar[:, None], [C])
-    b_rows = tl.reshape(abar_earlier * b[:, None] + b_earlier * mbar[:, None], [C])
-    store_coefficients(coefficients, 0, p_factor * abar_rows, p_factor * b_rows, first, left, head, HV, plane, C)
-    overlap = assemble(earlier_gamma, abar_earlier, b_earlier, x_rows, y_rows, C)
+        p_factor = p_factor * tl.exp(load_gate(log_alpha, first, left, head, HV, C, COMPUTE))
+    alpha_blocks, abar_in = earlier_decay_parts(log_alpha, first, left, head, HV, C, COMPUTE)
+    log_mu_rows = load_gate(log_mu, first, left, head, HV, C, COMPUTE)
+    beta_rows = tl.reshape(load_gate(beta, first, left, head, HV, C, COMPUTE), [C // 16, 16])
+    gamma_blocks, b_in, _, _ = gamma_in_blocks(log_mu_rows, alpha_blocks, beta_rows, C, PRECISION, COMPUTE)
+    store_reading_coefficients(
+        coefficients, READ, p_factor, abar_in, b_in, abar, b, mbar, first, left, head, HV, plane, C
+    )
+    overlap = assemble(gamma_blocks, abar_in, b_in, x_rows, y_rows, C)
     overlap *= p_factor[:, None] * write_factor[None, :]
     overlap *= similarity(probe, k, first, left, first, left, key_head, H, key_dim, K, C, 16, PRECISION, COMPUTE)
     solved = unit_lower_inverse(overlap, C, PRECISION, COMPUTE)

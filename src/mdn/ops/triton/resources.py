@@ -1,22 +1,25 @@
 """Compiles recorded launches for GPUs that are not here and reads their resources off the machine code.
 
-Needs Triton with its bundled NVIDIA tools, no GPU, and TRITON_INTERPRET unset.
+Needs Triton with its bundled NVIDIA tools, no GPU, and TRITON_INTERPRET unset. Compiling goes through Triton's own
+launch path with a stand-in for the device driver, so the code is what a launch on that GPU would build: argument types,
+alignments and constants are found by Triton from the very arguments.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from mdn.ops.triton.launcher import Launch
 
@@ -26,13 +29,6 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-_TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
 }
 
 
@@ -49,24 +45,38 @@ class Resources:
         return asdict(self)
 
 
+class AbsentDevice:
+    """The part of a Triton driver that compiling asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        # Triton keeps compiled kernels per device: one device per target.
+        return str(self.target)
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def absent_device(target: str) -> Iterator[None]:
+    """Let Triton believe that the current device is this GPU; nothing can run on it."""
+    before = driver._active
+    driver.set_active(AbsentDevice(TARGETS[target]))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
 def compile_launch(launch: Launch, target: str) -> Resources:
     """Build the kernel with the very arguments it was launched with."""
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], Any] = {}
-    for position, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + _TYPES[value.dtype]
-            attributes[(position,)] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or value is None:
-            signature[parameter.name] = "constexpr"
-            constants[(position,)] = value
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": launch.tile.warps, "num_stages": launch.tile.stages}
-    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    with absent_device(target):
+        compiled = launch.kernel.warmup(**launch.arguments, grid=launch.grid, **launch.options)
     read = read_nvidia if TARGETS[target].backend == "cuda" else read_amd
     return read(compiled)
 

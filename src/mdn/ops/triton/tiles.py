@@ -58,43 +58,43 @@ def power_of_two(width: int) -> int:
 
 
 def choose_tile(kernel: str, key_dim: int, value_dim: int, itemsize: int, target: str) -> Tile:
-    large = power_of_two(key_dim) > 128
-    table = _WIDE_OPERANDS if itemsize > 2 else _NARROW_OPERANDS
-    tile = table[kernel][large]
-    if target in ("sm_90", "sm_100", "sm_103") and itemsize <= 2:
-        tile = _LARGE_TENSOR_CORES.get(kernel, table[kernel])[large]
+    """The tile of a kernel for operands of ``itemsize`` bytes."""
+    choices = _TILES
+    if itemsize > 2:
+        choices = _TILES | _FLOAT32_OPERANDS
+    elif target in ("sm_90", "sm_100", "sm_103"):
+        choices = _TILES | _OPERANDS_IN_SHARED_MEMORY
+    tile = choices[kernel][power_of_two(key_dim) > 128]
     return Tile(min(tile.value_block, power_of_two(value_dim)), tile.warps, tile.stages)
 
 
 # For each kernel: the choice for K <= 128, then for K > 128 (states twice as tall).
-_NARROW_OPERANDS = {
+_TILES = {
     # No V. The [C, C] float32 matrices fill the registers: 8 warps share them.
     "prepare": (Tile(16, 8, 1), Tile(16, 8, 1)),
+    "backward_gates": (Tile(16, 8, 1), Tile(16, 8, 1)),
     # S and M stay in registers beside their copies as operands: 16 columns.
     "forward_states": (Tile(16, 4, 2), Tile(16, 8, 1)),
     # Only two products a chunk: 32 columns fit.
     "rebuild_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
+    # dS and dM, but no copies of them as operands for long.
     "backward_states": (Tile(32, 8, 2), Tile(16, 8, 1)),
     # One [C, C] sum in a loop over V.
     "backward_scores": (Tile(32, 8, 2), Tile(32, 8, 1)),
     # Two to four [C, K] sums live at once.
     "backward_inputs": (Tile(32, 8, 1), Tile(32, 8, 1)),
-    "backward_gates": (Tile(16, 8, 1), Tile(16, 8, 1)),
     # Bandwidth only: 128-byte rows, many small programs.
     "decode": (Tile(32, 4, 1), Tile(32, 8, 1)),
 }
-# Hopper and Blackwell data-centre parts read operands from shared memory, of which they have more: wider tiles fit.
-_LARGE_TENSOR_CORES = {
+# Hopper's and data-centre Blackwell's tensor cores read operands from shared memory, of which they have more.
+_OPERANDS_IN_SHARED_MEMORY = {
     "backward_states": (Tile(32, 8, 2), Tile(32, 8, 1)),
 }
-# float32 operands: twice the bytes and three times the products.
-_WIDE_OPERANDS = {
-    "prepare": (Tile(16, 8, 1), Tile(16, 8, 1)),
+# float32 operands: twice the bytes and, in tf32x3, three times the products. Smaller tiles, no second pipeline stage.
+_FLOAT32_OPERANDS = {
     "forward_states": (Tile(16, 4, 1), Tile(16, 8, 1)),
     "rebuild_states": (Tile(32, 4, 1), Tile(16, 8, 1)),
     "backward_states": (Tile(16, 4, 1), Tile(16, 8, 1)),
     "backward_scores": (Tile(32, 8, 1), Tile(32, 8, 1)),
     "backward_inputs": (Tile(32, 8, 1), Tile(16, 8, 1)),
-    "backward_gates": (Tile(16, 8, 1), Tile(16, 8, 1)),
-    "decode": (Tile(32, 4, 1), Tile(32, 8, 1)),
 }
