@@ -19,6 +19,7 @@ from eval_support import (
     score,
     write_data,
 )
+from mdn.evaluation.definitions import tasks_named
 from mdn.evaluation.harness import Settings, Subject, TaskSource, evaluate, result_path
 from mdn.evaluation.local_data import MissingData
 from mdn.evaluation.run import run_works
@@ -186,6 +187,16 @@ def test_missing_data_is_named_before_anything_runs_and_skipped_only_if_asked(su
     assert list(outcome.results[subject.label]) == works[:1]
     assert len(said) == 1
     assert "sciq" in said[0]
+
+
+def test_a_group_or_a_tag_stands_for_its_tasks():
+    assert tasks_named("boolq") == ["boolq"]
+    assert set(tasks_named("ai2_arc")) == {"arc_easy", "arc_challenge"}
+    humanities = tasks_named("mmlu_humanities")
+    assert "mmlu_philosophy" in humanities
+    assert set(humanities) < set(tasks_named("mmlu"))
+    with pytest.raises(ValueError, match="unknown task 'no_such_thing'"):
+        tasks_named("no_such_thing")
 
 
 def test_an_unknown_task_is_named_with_the_nearest(subject, data, tmp_path):

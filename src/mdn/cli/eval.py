@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite", help="one or more of perplexity, commonsense, retrieval, longbench, needle, mqar (with commas)"
     )
-    parser.add_argument("--tasks", help="any task names of lm-evaluation-harness, with commas")
+    parser.add_argument("--tasks", help="any tasks, groups or tags of lm-evaluation-harness, with commas")
     parser.add_argument("--data", type=Path, action="append", metavar="DIR", help="local files, no Hub (repeatable)")
     parser.add_argument("--skip-missing", action="store_true", help="leave out tasks whose data is not at hand")
     parser.add_argument("--limit", type=int, help="only the first N examples of every task")
@@ -49,11 +49,20 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--suite {','.join(unknown)} is unknown; expected some of {', '.join(SUITE_NAMES)}")
     lengths = {} if args.lengths is None else {"lengths": tuple(map(int, args.lengths.split(",")))}
     suites = [needle_suite(**lengths) if name == "needle" else SUITES[name] for name in names if name != "mqar"]
-    tasks = [Work(task, args.max_length) for task in (args.tasks.split(",") if args.tasks else [])]
+    tasks = [Work(task, args.max_length) for task in _tasks(args.tasks)]
     results, skipped = _harness_results(args, suites, tasks)
     if "mqar" in names:
         suites.append(_mqar(args, results))
     _report(args, suites, tasks, results, skipped)
+
+
+def _tasks(names: str | None) -> list[str]:
+    """Each once, in the given order; groups and tags of the harness mean their tasks."""
+    if not names:
+        return []
+    from mdn.evaluation.definitions import tasks_named
+
+    return list(dict.fromkeys(task for name in names.split(",") for task in tasks_named(name.strip())))
 
 
 def _check(args: argparse.Namespace) -> None:

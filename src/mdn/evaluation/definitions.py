@@ -1,20 +1,23 @@
 """Where tasks are defined: the YAML files of the installed harness, and ours.
 
-The harness's own index parses thousands of files, which takes many seconds; here only their `task:` line is read.
+The harness's own index parses thousands of files, which takes many seconds; here only their `task:` line is read. The
+index is asked only for names that are not tasks: groups and tags.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import lm_eval.tasks
 
 from mdn.training.recipe import nearest
 
 TASKS_FOLDER = Path(__file__).resolve().parent / "tasks"
-_TASK = re.compile(r"^task:[ \t]*[\"']?([\w.:-]+)[\"']?[ \t]*$", re.MULTILINE)
+_TASK = re.compile(r"^[\"']?task[\"']?:[ \t]*[\"']?([\w.:()-]+)[\"']?[ \t]*$", re.MULTILINE)
 
 
 @cache
@@ -32,5 +35,23 @@ def definitions() -> dict[str, Path]:
 def definition_of(task: str) -> Path:
     known = definitions()
     if task not in known:
-        raise ValueError(f"unknown task {task!r}{nearest(task, known)} (of a group, name the tasks one by one)")
+        raise ValueError(f"unknown task {task!r}{nearest(task, known)}")
     return known[task]
+
+
+def tasks_named(name: str) -> list[str]:
+    """The task of that name, or all tasks of the harness's group or tag of that name."""
+    if name in definitions():
+        return [name]
+    entry = _index().get(name)
+    if entry is None:
+        raise ValueError(f"unknown task {name!r}{nearest(name, definitions())}")
+    members = (entry.cfg or {}).get("task") or sorted(entry.tags)
+    members = [members] if isinstance(members, str) else members
+    names = [member if isinstance(member, str) else member["task"] for member in members]
+    return [task for member in names if member != name for task in tasks_named(member)]
+
+
+@cache
+def _index() -> Mapping[str, Any]:
+    return lm_eval.tasks.TaskManager().task_index
