@@ -22,6 +22,7 @@ from reference import recurrence
 import mdn.ops.triton as kernels
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.triton.interpreter import repair
+from mdn.ops.triton.launcher import intercept_launches, run_launch
 
 GRADIENTS = ("q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta", "initial_state")
 INFINITY = float("inf")
@@ -171,13 +172,48 @@ def packs():
     yield "no tokens at all", {"o": float(o.numel()), "final_state": relative_error(final_state, state.double())}
 
 
-def strong_coupling():
-    """Equal keys and all gates open: (I + N)^-1 as a product of powers would lose every digit here."""
+def float32_recurrence_errors(inputs, options, cotangents, expected):
+    """Errors of the recurrence itself in float32: what any float32 computation of these inputs may lose."""
+    low = narrowed(inputs, torch.float32)
+    found = exact_results(low, [inputs["q"].shape[1]], options, [x.float() for x in cotangents])
+    return {name: relative_error(found[name], expected[name]) for name in expected}
+
+
+def equal_keys_and_open_gates():
+    """64 tokens of an undamped oscillator: the entries of N grow to 32."""
     inputs = make_inputs(1, 64, 1, 1, 16, 16, 1)
     inputs["k"] = torch.ones_like(inputs["k"])
     for name, value in (("log_alpha", 0.0), ("log_mu", 0.0), ("beta", 0.5), ("eta", 1.0)):
         inputs[name] = torch.full_like(inputs[name], value)
-    yield "equal keys, open gates", compare(inputs, Options(scale=0.25))[0]
+    return inputs
+
+
+def strong_coupling():
+    """Equal keys and all gates open: (I + N)^-1 as a product of powers would lose every digit here.
+
+    Errors are divided by those of the float32 recurrence; the names of the cases are the chunk sizes.
+    """
+    inputs = equal_keys_and_open_gates()
+    for chunk_size in (16, 32, 64):
+        options = Options(scale=0.25, chunk_size=chunk_size)
+        errors, _, cotangents, expected = compare(inputs, options)
+        unit = float32_recurrence_errors(inputs, options, cotangents, expected)
+        yield str(chunk_size), {name: error / unit[name] for name, error in errors.items()}
+
+
+def rounded_inverse():
+    """The same at chunk 64 in float64, but for one rounding of the stored inverse to float32."""
+    inputs = equal_keys_and_open_gates()
+
+    def round_inverse(launch):
+        run_launch(launch)
+        if launch.name == "prepare":
+            launch.arguments["inverse"].copy_(launch.arguments["inverse"].float())
+
+    options = Options(scale=0.25)
+    yield "float64", compare(inputs, options, dtype=torch.float64)[0]
+    with intercept_launches(round_inverse):
+        yield "inverse rounded", compare(inputs, options, dtype=torch.float64)[0]
 
 
 def double_precision():
@@ -243,6 +279,7 @@ GROUPS = (
     several_chunks,
     packs,
     strong_coupling,
+    rounded_inverse,
     double_precision,
     narrow_operands,
     tf32_emulated,

@@ -1,9 +1,9 @@
-"""Tile sizes, warps and pipeline stages: one fixed choice per kernel, by K and operand width.
+"""Tile sizes, warps and pipeline stages: one fixed choice per kernel, by K, operand width and GPU family.
 
 There is no autotuning, so nothing is tuned again for another length or batch, and a run is the same run every time.
 The choices come from the resources that `mdn bench kernels` reads off, not from timings; no kernel has run on a GPU.
-At K <= 128 nothing spills on sm_80 and sm_90 except backward_gates on sm_90 (28 bytes); at K = 256 some kernels spill,
-and all fit the shared memory of an H100 block.
+At K <= 128 nothing spills on sm_80 and sm_90; at K = 256 some kernels spill, and all fit the shared memory of an H100
+block. docs/kernels.md has the figures.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def power_of_two(width: int) -> int:
 
 
 def choose_tile(kernel: str, key_dim: int, value_dim: int, itemsize: int, target: str) -> Tile:
-    """The tile of a kernel for operands of ``itemsize`` bytes."""
-    choices = _TILES
+    """The tile of a kernel for operands of ``itemsize`` bytes on a GPU."""
+    changes: dict[str, tuple[Tile, Tile]] = {}
     if itemsize > 2:
-        choices = _TILES | _FLOAT32_OPERANDS
-    elif target in ("sm_90", "sm_100", "sm_103"):
-        choices = _TILES | _OPERANDS_IN_SHARED_MEMORY
-    tile = choices[kernel][power_of_two(key_dim) > 128]
+        changes = _FLOAT32_OPERANDS
+    else:
+        changes = next((found for family, found in _FAMILIES.items() if target.startswith(family)), changes)
+    tile = changes.get(kernel, _TILES[kernel])[power_of_two(key_dim) > 128]
     return Tile(min(tile.value_block, power_of_two(value_dim)), tile.warps, tile.stages)
 
 
@@ -86,9 +86,15 @@ _TILES = {
     # Bandwidth only: 128-byte rows, many small programs.
     "decode": (Tile(32, 4, 1), Tile(32, 8, 1)),
 }
-# Hopper's and data-centre Blackwell's tensor cores read operands from shared memory, of which they have more.
-_OPERANDS_IN_SHARED_MEMORY = {
-    "backward_states": (Tile(32, 8, 2), Tile(32, 8, 1)),
+# What differs on a family of GPUs, for 16-bit operands.
+_FAMILIES = {
+    # Hopper's and data-centre Blackwell's tensor cores read operands from shared memory, of which they have more: at
+    # K = 256 a second stage keeps loads out of the registers.
+    "sm_9": {"backward_states": (Tile(32, 8, 2), Tile(16, 8, 2))},
+    # The same; and with 4 warps forward_states spills there at K <= 128.
+    "sm_10": {"forward_states": (Tile(16, 8, 2), Tile(16, 8, 1)), "backward_states": (Tile(32, 8, 2), Tile(16, 8, 2))},
+    # 64 KB of shared memory: no second stage. With 4 warps a CDNA thread has 512 registers, and nothing spills.
+    "gfx": {"forward_states": (Tile(16, 4, 2), Tile(16, 4, 1)), "backward_states": (Tile(16, 4, 1), Tile(16, 8, 1))},
 }
 # float32 operands: twice the bytes and, in tf32x3, three times the products. Smaller tiles, no second pipeline stage.
 _FLOAT32_OPERANDS = {
