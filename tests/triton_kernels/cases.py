@@ -254,23 +254,24 @@ def decode(p_given, indices, dtype):
         token = [None if x is None else x[:, t] for x in rows.values()]
         outputs.append(kernels.step_(*token, buffer[0], buffer[1], table, options))
     o = torch.stack(outputs, dim=1)
-    kept = [b for b in range(batch) if where[b] >= 0]
+    kept = [b for b in range(batch) if 0 <= where[b] < slots]
     exact = [None if x is None else x[kept].double() for x in rows.values()]
     state = before[:, [where[b] for b in kept]].double()
     o_exact, state_exact = recurrence(*exact, state, [3] * len(kept), options)
     untouched = [slot for slot in range(slots) if slot not in where]
-    skipped = [b for b in range(batch) if where[b] < 0]
+    skipped = [b for b in range(batch) if b not in kept]
     return {
         "o": relative_error(o[kept], o_exact),
         "state": relative_error(buffer[:, [where[b] for b in kept]], state_exact),
         "untouched slots": (buffer[:, untouched] - before[:, untouched]).abs().max().item(),
-        "padding rows": o[skipped].abs().sum().item(),
+        "skipped rows": o[skipped].abs().sum().item(),
     }
 
 
 def decoding():
     yield "no table", decode(False, None, torch.float32)
     yield "slots in any order and a padding row", decode(True, [4, -1, 1], torch.float32)
+    yield "a slot that does not exist", decode(False, [5, 2, 1 << 30], torch.float32)
 
 
 GROUPS = (

@@ -27,7 +27,7 @@ def load_vector(tensor, row, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.const
     return vector
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def decode_kernel(
     q,
     k,
@@ -47,6 +47,7 @@ def decode_kernel(
     m_slot_stride,
     m_head_stride,
     m_row_stride,
+    slots,
     scale,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -69,8 +70,10 @@ def decode_kernel(
     columns = tl.program_id(1) * BV + tl.arange(0, BV)
     rows = tl.arange(0, BK)
     inside = columns < V
-    # A negative slot marks a padding row of a captured graph: its output is zero and no state is touched.
-    mask = (rows < K)[:, None] & (columns < tl.where(slot >= 0, V, 0))[None, :]
+    # The host never reads the slots, so the kernel must not trust them. A row whose slot does not exist touches no
+    # state and its output is zero: -1 marks the padding rows of a captured graph.
+    exists = (slot >= 0) & (slot < slots)
+    mask = (rows < K)[:, None] & (columns < tl.where(exists, V, 0))[None, :]
 
     s_pointers = S + slot * s_slot_stride + head * s_head_stride + rows[:, None] * s_row_stride + columns[None, :]
     m_pointers = M + slot * m_slot_stride + head * m_head_stride + rows[:, None] * m_row_stride + columns[None, :]
@@ -94,12 +97,15 @@ def decode_kernel(
     tl.store(m_pointers, m.to(M.dtype.element_ty), mask=mask)
 
     query = load_vector(q, key_row, K, BK, L2NORM, COMPUTE) * scale
-    out = tl.where(slot >= 0, tl.sum(s * query[:, None], axis=0), 0.0)
+    out = tl.where(exists, tl.sum(s * query[:, None], axis=0), 0.0)
     tl.store(o + value_row * V + columns, out.to(o.dtype.element_ty), mask=inside)
 
 
 def step_(q, k, v, p, log_alpha, log_mu, beta, eta, S, M, state_indices, options) -> Tensor:
-    """One token of every row; updates S and M in place and returns o [B, HV, V]."""
+    """One token of every row; updates S and M in place and returns o [B, HV, V].
+
+    Rows whose slot lies outside S and M are skipped: no state changes and their o is zero.
+    """
     reason = why_unsupported(q, v, options.chunk_size)
     if reason is not None:
         raise ValueError(reason)
@@ -112,7 +118,7 @@ def step_(q, k, v, p, log_alpha, log_mu, beta, eta, S, M, state_indices, options
     tile = choose_tile("decode", key_dim, value_dim, S.element_size(), target_of(q.device))
     arguments = {"q": q, "k": k, "p": p, "v": v, "log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta}
     arguments = {name: None if tensor is None else tensor.contiguous() for name, tensor in arguments.items()}
-    arguments |= {"S": S, "M": M, "state_indices": state_indices, "o": o, "scale": options.scale}
+    arguments |= {"S": S, "M": M, "slots": S.shape[0], "state_indices": state_indices, "o": o, "scale": options.scale}
     arguments |= zip(("s_slot_stride", "s_head_stride", "s_row_stride"), S.stride()[:3])
     arguments |= zip(("m_slot_stride", "m_head_stride", "m_row_stride"), M.stride()[:3])
     arguments |= {"H": heads, "HV": value_heads, "K": key_dim, "V": value_dim}
