@@ -219,8 +219,8 @@ def momentum_delta_step(
         q, k, p: ``[B, H, K]``; v: ``[B, HV, V]``; gates: ``[B, HV]``.
         state: ``[2, slots, HV, K, V]`` (S, then M), or the pair (S, M); float32, or float64 for float64 inputs.
         state_indices: int64 or int32 ``[B]``, the slot of each row; None means row b uses slot b. Slots must be
-            distinct and exist: checked for CPU tensors; on a GPU, where reading them would stop the stream, Triton skips
-            a row whose slot does not exist (its o is zero).
+            distinct and exist: checked for CPU tensors; on a GPU, where reading them would stop the stream, Triton
+            skips a row whose slot does not exist (its o is zero).
         check_gates: raise for gates out of range and for bad slots (CPU tensors only: it reads values).
 
     Returns:
