@@ -1,6 +1,6 @@
 """Kernel: gradients of log_alpha, log_mu and beta, one program per (chunk, value head).
 
-Reads d_gamma [tokens, HV, C], the gradient sums [5, tokens, HV] (of abar, b, the last rows of Gamma and of the mu mask,
+Reads d_gamma [tokens, HV, C], the gradient sums [7, tokens, HV] (of abar, b, the last rows of Gamma and of the mu mask,
 and of alpha inside p) and the state overlaps [chunks, HV, 4] that `backward_inputs` wrote, builds the decay masks again
 and goes back through Gamma = L_alpha diag(beta) L_mu, b = L_alpha (beta mbar) and the cumulative products.
 First all of alpha, then all of mu and beta; the second half loads its inputs again, because [C, C] matrices held from
@@ -157,21 +157,6 @@ def backward_gates_kernel(
         log_alpha, log_mu, beta, d_gamma, sums, overlap, dlog_alpha, first, left, head, plane, HV, C, PRECISION, COMPUTE
     )
     mu_and_beta_gradients(
-        log_alpha,
-        log_mu,
-        beta,
-        d_gamma,
-        sums,
-        overlap,
-        d_beta_mbar,
-        dlog_mu,
-        dbeta,
-        first,
-        left,
-        head,
-        plane,
-        HV,
-        C,
-        PRECISION,
-        COMPUTE,
-    )
+        log_alpha, log_mu, beta, d_gamma, sums, overlap, d_beta_mbar, dlog_mu, dbeta, first, left, head, plane, HV, C,
+        PRECISION, COMPUTE,
+    )  # fmt: skip

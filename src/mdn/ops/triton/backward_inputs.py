@@ -1,11 +1,12 @@
 """Kernel: gradients of q, k, p and eta, one program per (chunk, key head), all chunks at once.
 
-A program walks over the value heads of its key head and sums their gradients of q, k and p in registers, so that
-grouped heads need no extra buffer. Per value head, with S, M before the chunk, dS, dM after it, E the gradient of v:
+A program walks over the value heads of its key head and sums their gradients of k and p, then those of q, in
+registers, so that grouped heads need no extra buffer. Per value head, with S, M before the chunk, dS, dM after it and E
+the gradient of v:
     do S^T, do M^T (for q);  E S^T, E M^T (for p);  R dS^T, R dM^T (for k)     [C, K], summed over V
     q_weights k, p_weights k, q_weights^T q, p_weights^T p                      from `backward_scores`
 The row sums of the first six with q, p and k are gradients of abar, b and of the last rows of Gamma and the mu mask:
-they go to `backward_gates` as sums [5, tokens, HV], with <dS, S>, <dS, M>, <dM, M> as overlaps [chunks, HV, 4].
+they go to `backward_gates` as sums [7, tokens, HV], with <dS, S>, <dS, M>, <dM, M> as overlaps [chunks, HV, 4].
 Loops over V end at ``value_dim``, a number equal to V: the compiler would unroll a constant loop, and spill.
 """
 
@@ -247,25 +248,9 @@ def key_gradient(
     of_s, of_m = load_coefficients(coefficients, WRITE_WITHOUT_ETA, first, left, head, HV, plane, C, COMPUTE)
     part = tl.zeros([C, BK], COMPUTE)
     part, with_s, with_m = add_through_states(
-        part,
-        residual,
-        state_gradient,
-        k_tile,
-        of_s,
-        of_m,
-        first,
-        left,
-        head,
-        value_dim,
-        HV,
-        K,
-        V,
-        C,
-        BK,
-        BV,
-        PRECISION,
-        COMPUTE,
-    )
+        part, residual, state_gradient, k_tile, of_s, of_m, first, left, head, value_dim, HV, K, V, C, BK, BV,
+        PRECISION, COMPUTE,
+    )  # fmt: skip
     factor = inverse_norm(k_tile, L2NORM, C, COMPUTE) * eta_rows
     store_gate(stacked(sums, LAST_GAMMA_IN_STATES, plane), factor * with_s, first, left, head, HV, C)
     store_gate(stacked(sums, LAST_MU_IN_STATES, plane), -factor * with_m, first, left, head, HV, C)

@@ -25,7 +25,7 @@ RUNTIME_NUMBERS = ("time", "sequences", "plane", "key_dim", "value_dim")
 
 @triton.jit
 def locate_sequence(sequence, cu_seqlens, time, PACKED: tl.constexpr):
-    """First token and number of tokens of a sequence on the flat token axis (int64)."""
+    """First token of a sequence on the flat token axis (int64) and its number of tokens (int32)."""
     if PACKED:
         begin = tl.load(cu_seqlens + sequence).to(tl.int64)
         end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
@@ -37,10 +37,11 @@ def locate_sequence(sequence, cu_seqlens, time, PACKED: tl.constexpr):
 
 @triton.jit
 def chunk_at(begin, length, sequence, chunk, C: tl.constexpr):
-    """First token of a chunk (int64), its number of tokens (int32), and its row in per-chunk buffers (int64).
+    """First token of a chunk (int64), tokens from there to the sequence's end (int32), its row in per-chunk buffers.
 
-    Rows of a tile at or past the number of tokens are empty. Buffer rows are unique without knowing the other
-    sequences' chunk counts, because floor((begin + length) / C) + 1 >= floor(begin / C) + ceil(length / C).
+    Rows of a tile at or past the tokens left, which may be more than C, are empty. Buffer rows are unique without
+    knowing the other sequences' chunk counts, because
+    floor((begin + length) / C) + 1 >= floor(begin / C) + ceil(length / C).
     """
     return begin + chunk * C, length - chunk * C, begin // C + sequence + chunk
 
@@ -61,7 +62,10 @@ def locate_chunk(chunk_id, chunk_indices, cu_seqlens, time, C: tl.constexpr, PAC
 
 @triton.jit
 def tile_offsets(tokens_left, first_column, heads, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Offsets and mask of a [C, BLOCK] tile of a [tokens, heads, WIDTH] tensor, from its first token and head."""
+    """Offsets and mask of a [C, BLOCK] tile of a [tokens, heads, WIDTH] tensor, from its first token and head.
+
+    The offsets would fit 32 bits; as 64-bit numbers they need fewer registers in pipelined loops.
+    """
     rows = tl.arange(0, C)
     columns = first_column + tl.arange(0, BLOCK)
     mask = (rows < tokens_left)[:, None] & (columns < WIDTH)[None, :]

@@ -94,6 +94,53 @@ def store_reading_coefficients(
     store_coefficients(coefficients, which, factor * abar_rows, factor * b_rows, first, left, head, heads, plane, C)
 
 
+@triton.jit
+def store_inverse(
+    inverse,
+    coefficients,
+    probe,
+    k,
+    log_alpha,
+    log_mu,
+    beta,
+    p_factor,
+    write_factor,
+    x_rows,
+    y_rows,
+    abar,
+    b,
+    mbar,
+    first,
+    left,
+    head,
+    key_head,
+    plane,
+    key_dim,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """What the prediction errors need: p reads the states before its row, so with the decays of the row before.
+
+    Loads the gates again: the blocks of both halves together would spill.
+    """
+    alpha_blocks, abar_in = earlier_decay_parts(log_alpha, first, left, head, HV, C, COMPUTE)
+    log_mu_rows = load_gate(log_mu, first, left, head, HV, C, COMPUTE)
+    beta_rows = tl.reshape(load_gate(beta, first, left, head, HV, C, COMPUTE), [C // 16, 16])
+    gamma_blocks, b_in, _, _ = gamma_in_blocks(log_mu_rows, alpha_blocks, beta_rows, C, PRECISION, COMPUTE)
+    store_reading_coefficients(
+        coefficients, READ, p_factor, abar_in, b_in, abar, b, mbar, first, left, head, HV, plane, C
+    )
+    overlap = assemble(gamma_blocks, abar_in, b_in, x_rows, y_rows, C)
+    overlap *= p_factor[:, None] * write_factor[None, :]
+    overlap *= similarity(probe, k, first, left, first, left, key_head, H, key_dim, K, C, 16, PRECISION, COMPUTE)
+    solved = unit_lower_inverse(overlap, C, PRECISION, COMPUTE)
+    store_tile(inverse, solved, first, left, head, HV, 0, C, C, C)
+
+
 @triton.jit(do_not_specialize=RUNTIME_NUMBERS)
 def prepare_kernel(
     q,
@@ -164,7 +211,6 @@ def prepare_kernel(
     weighted *= similarity(q, k, first, left, first, left, key_head, H, key_dim, K, C, 16, PRECISION, COMPUTE)
     store_tile(scores, weighted, first, left, head, HV, 0, C, C, C)
 
-    # p reads the states before its row: the same with the decays of the row before.
     if p is None:
         probe = k
         p_factor = k_factor
@@ -173,15 +219,7 @@ def prepare_kernel(
         p_factor = inverse_norm(load_tile(p, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE)
     if P_TIMES_ALPHA:
         p_factor = p_factor * tl.exp(load_gate(log_alpha, first, left, head, HV, C, COMPUTE))
-    alpha_blocks, abar_in = earlier_decay_parts(log_alpha, first, left, head, HV, C, COMPUTE)
-    log_mu_rows = load_gate(log_mu, first, left, head, HV, C, COMPUTE)
-    beta_rows = tl.reshape(load_gate(beta, first, left, head, HV, C, COMPUTE), [C // 16, 16])
-    gamma_blocks, b_in, _, _ = gamma_in_blocks(log_mu_rows, alpha_blocks, beta_rows, C, PRECISION, COMPUTE)
-    store_reading_coefficients(
-        coefficients, READ, p_factor, abar_in, b_in, abar, b, mbar, first, left, head, HV, plane, C
-    )
-    overlap = assemble(gamma_blocks, abar_in, b_in, x_rows, y_rows, C)
-    overlap *= p_factor[:, None] * write_factor[None, :]
-    overlap *= similarity(probe, k, first, left, first, left, key_head, H, key_dim, K, C, 16, PRECISION, COMPUTE)
-    solved = unit_lower_inverse(overlap, C, PRECISION, COMPUTE)
-    store_tile(inverse, solved, first, left, head, HV, 0, C, C, C)
+    store_inverse(
+        inverse, coefficients, probe, k, log_alpha, log_mu, beta, p_factor, write_factor, x_rows, y_rows, abar, b, mbar,
+        first, left, head, key_head, plane, key_dim, H, HV, K, C, PRECISION, COMPUTE,
+    )  # fmt: skip
