@@ -1,0 +1,90 @@
+"""The tables of docs/kernels.md, from a report of `mdn bench kernels --variants --json`.
+
+    python -m mdn.bench.kernel_tables benchmarks/results/kernels.json docs/kernels.md
+
+rewrites what stands between `<!-- table NAME -->` and `<!-- end -->` in the page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def table(header: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def traffic(report: dict[str, Any]) -> str:
+    """Bytes written per token and head, by kernel and buffer, for each K."""
+    by_width = report["bytes_written_by_kernel"]
+    rows = []
+    for which in ("forward", "backward", "decode"):
+        for kernel in next(iter(by_width.values()))[which]:
+            cells = [_buffers(passes[which][kernel]) for passes in by_width.values()]
+            rows.append([f"`{kernel}`", which, *cells])
+    for which in ("forward", "backward"):
+        totals = [f"**{report['bytes_written_per_token_head'][width][which]:,.0f}**" for width in by_width]
+        rows.append([f"**{which}, {report['launches'][which]} launches**", "", *totals])
+    return table(["kernel", "pass", *(width.replace("K", "K=") for width in by_width)], rows)
+
+
+def _buffers(written: dict[str, float]) -> str:
+    """What is written once per sequence (the final state) counts as zero per token and is left out."""
+    sizes = {name: f"{size:.1f}" if size < 1 else f"{size:,.0f}" for name, size in written.items() if size}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def resources(report: dict[str, Any], key_dim: int) -> str:
+    """Registers / spilled bytes / shared bytes / instructions of every launch on every target."""
+    rows = [row for row in report["kernels"] if row["K"] == key_dim]
+    targets = list(dict.fromkeys(row["target"] for row in rows))
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        text = f"{row['registers']} / {row['spill_bytes']} / {row['shared_bytes']:,} / {row['instructions']:,}"
+        cells.setdefault((row["name"], row["pass"]), {})[row["target"]] = text
+    lines = [[f"`{name}`", which, *(found[target] for target in targets)] for (name, which), found in cells.items()]
+    return table(["kernel", "pass", *targets], lines)
+
+
+def variants(report: dict[str, Any]) -> str:
+    """For every other kind of input: launches compiled, the largest spill and the largest shared memory."""
+    rows = report["variants"]
+    targets = list(dict.fromkeys(row["target"] for row in rows))
+    lines = []
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        line = [name]
+        for target in targets:
+            mine = [row for row in rows if (row["variant"], row["target"]) == (name, target)]
+            worst = max(mine, key=lambda row: row["spill_bytes"])
+            spills = f"{worst['spill_bytes']:,} (`{worst['name']}`)" if worst["spill_bytes"] else "0"
+            line.append(f"{len(mine)} / {spills} / {max(row['shared_bytes'] for row in mine):,}")
+        lines.append(line)
+    return table(["inputs", *targets], lines)
+
+
+def fill(page: str, report: dict[str, Any]) -> str:
+    """The page with its tables taken from the report."""
+    tables = {
+        "traffic": traffic(report),
+        "resources-128": resources(report, 128),
+        "resources-256": resources(report, 256),
+        "variants": variants(report),
+    }
+    for name, text in tables.items():
+        marked = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        place = marked.search(page)
+        if place is None:
+            raise ValueError(f"the page has no place for a table: expected <!-- table {name} --> and <!-- end -->")
+        page = page[: place.start()] + place[1] + text + "\n" + place[2] + page[place.end() :]
+    return page
+
+
+if __name__ == "__main__":
+    report_file, page_file = map(Path, sys.argv[1:])
+    page_file.write_text(fill(page_file.read_text(), json.loads(report_file.read_text())))
