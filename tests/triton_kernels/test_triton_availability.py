@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import mdn.ops.triton as kernels
+from mdn.bench.kernel_tables import fill
+from mdn.bench.kernels import BARS, broken_bars, count_launches_and_bytes
 from mdn.ops.triton import availability, tiles
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_importing_the_backend_does_not_import_triton():
@@ -88,26 +93,27 @@ def test_the_self_test_says_plainly_that_there_is_no_gpu():
 
 
 def test_launches_and_written_bytes_stay_under_their_bars():
-    from mdn.bench.kernels import BARS, count_launches_and_bytes
-
     counted = count_launches_and_bytes(128, 256)
     for name in ("forward", "backward"):
         assert 0 < counted["launches"][name] <= BARS["launches"][name]
         assert 0 < counted["bytes"][name] <= BARS["bytes_K128"][name]
 
 
+def compiling_process(code: str):
+    """The JSON that the code prints, in a process without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def compiled(target: str, key_dim: int) -> list[dict]:
-    """Every launch of the default configuration, compiled in a process without the interpreter."""
-    code = (
+    """Every launch of the default configuration."""
+    return compiling_process(
         "import json\n"
         "from mdn.bench.kernels import Variant, compile_variant\n"
         f"print(json.dumps(list(compile_variant(Variant(key_dim={key_dim}), {target!r}))))\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def assert_rows_are_sound(rows: list[dict]) -> None:
@@ -134,3 +140,32 @@ def test_every_kernel_compiles_for_ampere_as_launched_and_spills_nothing():
 @pytest.mark.slow
 def test_every_kernel_fits_a_hopper_block_at_the_largest_key_width():
     assert_rows_are_sound(compiled("sm_90", 256))
+
+
+def test_a_kernel_is_built_once_for_all_lengths():
+    code = (
+        "import json\n"
+        "from mdn.bench.kernels import Variant, record_launches\n"
+        "from mdn.ops.triton.resources import TARGETS, compile_launch\n"
+        "for time in (1, 64, 65, 1000):\n"
+        "    launches = record_launches(Variant(key_dim=16, value_dim=16, time=time), 'sm_80')['backward']\n"
+        "    rebuild = next(launch for launch in launches if launch.name == 'rebuild_states')\n"
+        "    compile_launch(rebuild, 'sm_80')\n"
+        "built, *_ = rebuild.kernel.device_caches[str(TARGETS['sm_80'])]\n"
+        "print(json.dumps(len(built)))\n"
+    )
+    assert compiling_process(code) == 1
+
+
+def test_the_tables_of_the_docs_are_those_of_the_recorded_report():
+    report = json.loads((ROOT / "benchmarks/results/kernels.json").read_text())
+    page = (ROOT / "docs/kernels.md").read_text()
+    assert fill(page, report) == page
+
+
+def test_the_recorded_report_meets_every_bar():
+    report = json.loads((ROOT / "benchmarks/results/kernels.json").read_text())
+    assert {row["target"] for row in report["kernels"]} == {"sm_80", "sm_90", "sm_100", "gfx942"}
+    assert {row["K"] for row in report["kernels"]} == {128, 256}
+    assert broken_bars(report) == []
+    assert broken_bars(report | {"launches": {"forward": 6, "backward": 7}}) != []

@@ -41,7 +41,7 @@ class Scale:
     """How much is trained; part of what makes a finished cell valid."""
 
     steps: int = 200
-    paper_steps: int = 40
+    paper_steps: int = 80
     """with the paper's arithmetic, which is slow; its failures come early"""
     batch_tokens: int = 2048
     sequence_length: int = 256

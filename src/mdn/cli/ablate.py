@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--paper-seeds", type=int, default=1, help="of them, how many also with the paper's log-domain arithmetic (1)"
     )
     parser.add_argument("--steps", type=int, default=200, help="optimiser steps per run (200)")
-    parser.add_argument("--paper-steps", type=int, default=40, help="steps with the paper's arithmetic (40)")
+    parser.add_argument("--paper-steps", type=int, default=80, help="steps with the paper's arithmetic (80)")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a step (2048)")
     parser.add_argument("--text", metavar="PATH", help="train on this file or folder (the Python standard library)")
     parser.add_argument("--out", type=Path, default=Path("runs/ablate"), help="where the runs are (runs/ablate)")

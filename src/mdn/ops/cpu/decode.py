@@ -6,85 +6,103 @@ with a contiguous last dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import byref
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from mdn.ops.cpu.arguments import Options, address, check_heads, check_result, io_dtype, optional_values, values
+from mdn.ops.cpu.arguments import Options, check_heads, check_result, io_dtype, optional_values, values
 from mdn.ops.cpu.library import Step, library
 
+GATES = ("log_alpha", "log_mu", "beta", "eta")
+ADDRESSES = ("q", "k", "v", "p", *GATES, "state", "momentum", "slots")
 SMALL = 1 << 16
 """state elements below which one thread is fastest"""
 
 
-def step_(q, k, v, p, log_alpha, log_mu, beta, eta, S, M, state_indices, options) -> Tensor:
+Tensors = tuple[Tensor | None, ...]
+"""q, k, v, p, log_alpha, log_mu, beta, eta, S, M, state_indices"""
+
+
+def step_(*tensors_and_options) -> Tensor:
     """One token of the momentum delta rule; S and M change in place, o ``[B, HV, V]`` is returned."""
-    return _step(
-        q,
-        k,
-        v,
-        p,
-        {"log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta},
-        S,
-        M,
-        state_indices,
-        options,
-        True,
-    )
+    *tensors, options = tensors_and_options
+    return _step(tuple(tensors), options)
 
 
 def first_order_step_(q, k, v, p, log_alpha, beta, S, state_indices, options, erase: bool = True) -> Tensor:
     """One token of a first-order rule; S changes in place."""
-    return _step(q, k, v, p, {"log_alpha": log_alpha, "beta": beta}, S, None, state_indices, options, erase)
+    return _step((q, k, v, p, log_alpha, None, beta, None, S, None, state_indices), options, erase)
 
 
-def _step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor | None,
-    gates: dict[str, Tensor | None],
-    state: Tensor,
-    momentum: Tensor | None,
-    state_indices: Tensor | None,
-    options: Options,
-    erase: bool,
-) -> Tensor:
-    batch, key_heads, key_dim = q.shape
-    value_heads, value_dim = v.shape[-2:]
-    check_heads(key_heads, value_heads)
-    dtype = io_dtype(q)
-    slots = state.shape[0]
-    states = {"S": state} if momentum is None else {"S": state, "M": momentum}
-    for name, x in states.items():
-        _check_state(name, x, (slots, value_heads, key_dim, value_dim))
-    keys = (batch, key_heads, key_dim)
-    tensors: dict[str, Tensor | None] = {
-        "q": values("q", q, dtype, keys),
-        "k": values("k", k, dtype, keys),
-        "p": optional_values("p", p, dtype, keys) if erase else None,
-        "v": values("v", v, dtype, (batch, value_heads, value_dim)),
-        "slots": None if state_indices is None else _slots(state_indices, batch),
-        "o": torch.empty((batch, value_heads, value_dim), dtype=dtype),
-    }
-    for name, gate in gates.items():
-        tensors[name] = optional_values(name, gate, torch.float32, (batch, value_heads))
-    step = Step(
-        batch, slots, key_heads, value_heads, key_dim, value_dim, 1, dtype == torch.bfloat16, options.l2norm,
-        options.p_times_alpha, momentum is not None, erase, options.scale,
-    )  # fmt: skip
-    for name, tensor in tensors.items():
-        setattr(step, name, address(tensor))
-    step.state, step.state_strides[:] = state.data_ptr(), state.stride()[:3]
-    if momentum is not None:
-        step.momentum, step.momentum_strides[:] = momentum.data_ptr(), momentum.stride()[:3]
-    if batch * value_heads * key_dim * value_dim >= SMALL:
-        step.threads = torch.get_num_threads()
-    check_result(library().mdn_step(byref(step)))
-    o = tensors["o"]
-    assert o is not None
-    return o.to(v.dtype)
+def prepared_step(tensors: Tensors, options: Options) -> Callable[[Tensors], Tensor] | None:
+    """The step for all further tensors of these shapes, strides and dtypes, without checking them again; None if they
+    would have to be converted."""
+    call = _Call(tensors, options, True)
+    ready = call.converted(tensors)
+    return call if all(x is y for x, y in zip(ready, tensors)) else None
+
+
+def _step(tensors: Tensors, options: Options, erase: bool = True) -> Tensor:
+    call = _Call(tensors, options, erase)
+    o = call(call.converted(tensors))
+    dtype = cast(Tensor, tensors[2]).dtype
+    return o if o.dtype == dtype else o.to(dtype)
+
+
+class _Call:
+    """The C struct of a step, but for the addresses."""
+
+    def __init__(self, tensors: Tensors, options: Options, erase: bool):
+        q, v, state = (cast(Tensor, tensors[place]) for place in (0, 2, 8))
+        momentum = tensors[9]
+        batch, key_heads, key_dim = q.shape
+        value_heads, value_dim = v.shape[-2:]
+        check_heads(key_heads, value_heads)
+        shape = (state.shape[0], value_heads, key_dim, value_dim)
+        _check_state("S", state, shape)
+        if momentum is not None:
+            _check_state("M", momentum, shape)
+        self.dtype = io_dtype(q)
+        self.keys, self.rows, self.outputs = q.shape, (batch, value_heads), (batch, value_heads, value_dim)
+        self.erase, self.small = erase, batch * value_heads * key_dim * value_dim < SMALL
+        step = Step(
+            batch, state.shape[0], key_heads, value_heads, key_dim, value_dim, 1, self.dtype == torch.bfloat16,
+            options.l2norm, options.p_times_alpha, momentum is not None, erase, options.scale,
+        )  # fmt: skip
+        step.state_strides = state.stride()[:3]
+        if momentum is not None:
+            step.momentum_strides = momentum.stride()[:3]
+        self.template = bytes(step)
+
+    def converted(self, tensors: Tensors) -> Tensors:
+        """As the kernel reads them. What is not read is None."""
+        q, k, v = (cast(Tensor, x) for x in tensors[:3])
+        p, *gates, state, momentum, indices = tensors[3:]
+        return (
+            values("q", q, self.dtype, self.keys),
+            values("k", k, self.dtype, self.keys),
+            values("v", v, self.dtype, self.outputs),
+            optional_values("p", p, self.dtype, self.keys) if self.erase else None,
+            *(optional_values(name, gate, torch.float32, self.rows) for name, gate in zip(GATES, gates)),
+            state,
+            momentum,
+            None if indices is None else _slots(indices, self.rows[0]),
+        )
+
+    def __call__(self, tensors: Tensors) -> Tensor:
+        step = Step.from_buffer_copy(self.template)
+        o = torch.empty(self.outputs, dtype=self.dtype)
+        for name, x in zip(ADDRESSES, tensors):
+            if x is not None:
+                setattr(step, name, x.data_ptr())
+        step.o = o.data_ptr()
+        if not self.small:
+            step.threads = torch.get_num_threads()
+        check_result(library().mdn_step(byref(step)))
+        return o
 
 
 def _check_state(name: str, x: Tensor, shape: tuple[int, ...]) -> None:

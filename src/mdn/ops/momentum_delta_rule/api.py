@@ -6,6 +6,7 @@ then M, where N is B, or the number of sequences in ``cu_seqlens``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -227,19 +228,49 @@ def momentum_delta_step(
         ``o [B, HV, V]``.
     """
     beta, eta = _fill(beta, v), _fill(eta, v)
-    validation.check_tensors(_named(q, k, v, p, log_alpha, log_mu, beta, eta), rank=3)
-    fast_weight, momentum = validation.check_step_state(state, state_indices, q, v)
+    inputs = (q, k, v, p, log_alpha, log_mu, beta, eta)
+    fast_weight, momentum = validation.check_step_pair(state)
+    settings = (scale, use_qk_l2norm_in_kernel, use_p_times_alpha, backend)
+    signature = None
+    if not torch.compiler.is_compiling():
+        # Decoding repeats the same shapes; looking them up takes a fraction of the time of checking them.
+        signature = (settings, *map(_signature, (*inputs, fast_weight, momentum, state_indices)))
+    known = _KNOWN_STEPS.get(signature)
+    options, chosen = known[:2] if known else _check_step(inputs, fast_weight, momentum, state_indices, *settings)
     if state_indices is not None:
         state_indices = validation.check_state_indices(state_indices, fast_weight, v.shape[0], read=check_gates)
     if check_gates:
         validation.check_gate_values(log_alpha, log_mu, beta, eta)
-    inputs = (q, k, v, p, log_alpha, log_mu, beta, eta)
-    scale = validation.check_scale(scale, q)
-    chosen = backends.resolve(backend, q, v)
-    flags = (scale, use_qk_l2norm_in_kernel, use_p_times_alpha, chosen)
-    # The custom op exists for the compiler; in eager mode its dispatch would cost more than the step itself.
-    step = dispatch.momentum_delta_step if torch.compiler.is_compiling() else dispatch.step_now
-    return step(*inputs, fast_weight, momentum, state_indices, *flags)
+    tensors = (*inputs, fast_weight, momentum, state_indices)
+    if signature is None:
+        flags = (options.scale, use_qk_l2norm_in_kernel, use_p_times_alpha, chosen)
+        return dispatch.momentum_delta_step(*tensors, *flags)
+    if known is None:
+        known = _KNOWN_STEPS[signature] = (options, chosen, dispatch.eager_step(tensors, options, chosen))
+        if len(_KNOWN_STEPS) > 256:
+            _KNOWN_STEPS.clear()
+    return known[2](tensors)  # not the custom op: its dispatch would cost more than a small step
+
+
+_KNOWN_STEPS: dict[Any, tuple[RuleOptions, str, Callable[[Any], Tensor]]] = {}
+
+
+def _signature(x: Tensor | None) -> tuple[Any, ...] | None:
+    """All of a tensor that the checks look at; of anything else its type."""
+    if x is None:
+        return None
+    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x),)
+
+
+def _check_step(
+    inputs, fast_weight, momentum, state_indices, scale, l2norm, p_times_alpha, backend
+) -> tuple[RuleOptions, str]:
+    """Everything but values; returns the options and the backend that will run."""
+    q, v = inputs[0], inputs[2]
+    validation.check_tensors(_named(*inputs), rank=3)
+    validation.check_step_state(fast_weight, momentum, state_indices, q, v)
+    options = RuleOptions(validation.check_scale(scale, q), 1, l2norm, p_times_alpha)
+    return options, backends.resolve(backend, q, v)
 
 
 # ------------------------------------------------------------------------------------------------------------ shared

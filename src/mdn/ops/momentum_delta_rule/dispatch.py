@@ -8,7 +8,9 @@ argument is already resolved to a name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -152,10 +154,23 @@ def step_now(
     backend: str,
 ) -> Tensor:
     """One token, both states updated in place."""
-    options = RuleOptions(scale, 1, l2norm, p_times_alpha)
-    inputs = (q, k, v, p, log_alpha, log_mu, beta, eta)
-    with torch.no_grad(), _own_precision(q):
-        return backend_module(backend).step_(*inputs, fast_weight, momentum, state_indices, options)
+    tensors = (q, k, v, p, log_alpha, log_mu, beta, eta, fast_weight, momentum, state_indices)
+    return _step(tensors, RuleOptions(scale, 1, l2norm, p_times_alpha), backend)
+
+
+def _step(tensors: tuple[Tensor | None, ...], options: RuleOptions, backend: str) -> Tensor:
+    assert tensors[0] is not None
+    with torch.no_grad(), _own_precision(tensors[0]):
+        return backend_module(backend).step_(*tensors, options)
+
+
+def eager_step(
+    tensors: tuple[Tensor | None, ...], options: RuleOptions, backend: str
+) -> Callable[[tuple[Tensor | None, ...]], Tensor]:
+    """The step for tensors like these without the custom op, prepared once if the backend can."""
+    prepare = getattr(backend_module(backend), "prepared_step", None)
+    prepared = None if prepare is None else prepare(tensors, options)
+    return prepared or partial(_step, options=options, backend=backend)
 
 
 momentum_delta_step = torch.library.custom_op(

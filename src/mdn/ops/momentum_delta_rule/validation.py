@@ -97,13 +97,15 @@ def check_scale(scale: float | None, q: Tensor) -> float:
     return float(scale)
 
 
-def check_step_state(
-    state: Tensor | tuple[Tensor, Tensor], state_indices: Tensor | None, q: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """S and M of a decode step, each [slots, HV, K, V], that can be updated in place."""
+def check_step_pair(state: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """S and M of a decode step."""
     if not isinstance(state, Tensor | tuple | list) or len(state) != 2:
         raise ValueError(f"state must be a tensor [2, slots, HV, K, V] or the pair (S, M), got {type(state).__name__}")
-    S, M = state[0], state[1]
+    return state[0], state[1]
+
+
+def check_step_state(S: Tensor, M: Tensor, state_indices: Tensor | None, q: Tensor, v: Tensor) -> None:
+    """S and M must be [slots, HV, K, V] and such that they can be updated in place."""
     for name, x in (("S", S), ("M", M)):
         slots = v.shape[0] if state_indices is None else S.shape[0]
         expected = [slots, v.shape[1], q.shape[2], v.shape[2]]
@@ -113,7 +115,6 @@ def check_step_state(
             raise ValueError(f"state must be {compute_dtype(q)} to be updated in place, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"state must be on the device of q, {q.device}, got {x.device}")
-    return S, M
 
 
 def check_state_indices(state_indices: Tensor, S: Tensor, batch: int, read: bool) -> Tensor:
