@@ -26,7 +26,7 @@ def traffic(report: dict[str, Any]) -> str:
     rows = []
     for which in ("forward", "backward", "decode"):
         for kernel in next(iter(by_width.values()))[which]:
-            cells = [_buffers(passes[which][kernel]) for passes in by_width.values()]
+            cells = [list_buffers(passes[which][kernel]) for passes in by_width.values()]
             rows.append([f"`{kernel}`", which, *cells])
     for which in ("forward", "backward"):
         totals = [f"**{report['bytes_written_per_token_head'][width][which]:,.0f}**" for width in by_width]
@@ -34,7 +34,7 @@ def traffic(report: dict[str, Any]) -> str:
     return table(["kernel", "pass", *(width.replace("K", "K=") for width in by_width)], rows)
 
 
-def _buffers(written: dict[str, float]) -> str:
+def list_buffers(written: dict[str, float]) -> str:
     """What is written once per sequence (the final state) counts as zero per token and is left out."""
     sizes = {name: f"{size:.1f}" if size < 1 else f"{size:,.0f}" for name, size in written.items() if size}
     return ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _show(report: dict[str, Any], broken: list[str]) -> None:
+    from mdn.bench.kernel_tables import list_buffers
+
     launches = report["launches"]
     print(f"launches: forward {launches['forward']}, backward {launches['backward']}, decode {launches['decode']}")
     for key, passes in report["bytes_written_by_kernel"].items():
@@ -65,7 +67,7 @@ def _show(report: dict[str, Any], broken: list[str]) -> None:
         for which, kernels in passes.items():
             print(f"\nbytes written per token and head, {key}, {which}: {totals[which]:,.0f}")
             for kernel, buffers in kernels.items():
-                print(f"  {kernel:<17}" + ", ".join(f"{name} {size:,.4g}" for name, size in buffers.items() if size))
+                print(f"  {kernel:<17}{list_buffers(buffers)}")
     names = f"{'kernel':<17}{'pass':<10}{'target':<8}{'K':>5}{'V':>5}"
     print(f"\n{names}{'registers':>11}{'spills':>8}{'shared':>9}{'instructions':>14}")
     for row in (*report["kernels"], *report.get("variants", ())):

@@ -385,6 +385,10 @@ def backward_inputs_kernel(
         state = states + (row * HV + head) * (2 * K * V)
         state_gradient = state_gradients + (row * HV + head) * (2 * K * V)
         store_overlaps(overlaps + (row * HV + head) * 4, state, state_gradient, value_dim, K, V, BK, BV, COMPUTE)
+        k_gradient += key_gradient(
+            q, k, probe, eta, residual, coefficients, state_gradient, q_weights, p_weights, deta, sums, first, left,
+            head, key_head, plane, value_dim, H, HV, K, V, C, BK, BV, L2NORM, PRECISION, COMPUTE,
+        )  # fmt: skip
         part = probe_gradient(
             probe, k, log_alpha, eta, dv, coefficients, state, p_weights, sums, first, left, head, key_head, plane,
             value_dim, H, HV, K, V, C, BK, BV, L2NORM, P_TIMES_ALPHA, PRECISION, COMPUTE,
@@ -393,10 +397,6 @@ def backward_inputs_kernel(
             k_gradient += part
         else:
             p_gradient += part
-        k_gradient += key_gradient(
-            q, k, probe, eta, residual, coefficients, state_gradient, q_weights, p_weights, deta, sums, first, left,
-            head, key_head, plane, value_dim, H, HV, K, V, C, BK, BV, L2NORM, PRECISION, COMPUTE,
-        )  # fmt: skip
     store_raw_gradient(dk, k, k_gradient, first, left, key_head, H, K, C, BK, L2NORM, COMPUTE)
     if dp is not None:
         store_raw_gradient(dp, p, p_gradient, first, left, key_head, H, K, C, BK, L2NORM, COMPUTE)
