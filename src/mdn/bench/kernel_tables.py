@@ -54,7 +54,7 @@ def resources(report: dict[str, Any], key_dim: int) -> str:
 
 def variants(report: dict[str, Any]) -> str:
     """For every other kind of input: launches compiled, the largest spill and the largest shared memory."""
-    rows = report["variants"]
+    rows = report.get("variants", [])
     targets = list(dict.fromkeys(row["target"] for row in rows))
     lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
