@@ -36,7 +36,11 @@ sanitize: setup-dev
 	tests/sanitizers/run
 
 bench: setup-dev
+	mkdir -p $(BENCH_OUT)
 	$(BIN)/mdn bench op --json $(BENCH_OUT)/op.json --plot $(BENCH_OUT)/op.png
+	$(BIN)/mdn bench decode --json $(BENCH_OUT)/decode.json --plot $(BENCH_OUT)/decode.png
+	$(BIN)/mdn bench train --json $(BENCH_OUT)/train.json --plot $(BENCH_OUT)/train.png
+	$(BIN)/mdn bench kernels --json $(BENCH_OUT)/kernels.json
 
 # Every figure of the docs, from the recorded results in docs/experiments/data.
 figures: setup-dev
