@@ -1,4 +1,4 @@
-"""The tables of docs/kernels.md, from a report of `mdn bench kernels --variants --json`.
+"""The tables of docs/kernels.md, from a report of `mdn bench kernels --variants ... --json FILE`.
 
     python -m mdn.bench.kernel_tables benchmarks/results/kernels.json docs/kernels.md
 

@@ -176,6 +176,7 @@ def broken_bars(report: dict[str, Any]) -> list[str]:
     for row in report["kernels"]:
         if row["K"] == 128 and row["target"] in ("sm_80", "sm_90") and row["spill_bytes"]:
             broken.append(f"{row['name']} spills {row['spill_bytes']} bytes on {row['target']} at K=128")
+    for row in (*report["kernels"], *report.get("variants", ())):
         if row["target"] == "sm_90" and row["shared_bytes"] > SHARED_LIMIT_SM90:
             broken.append(f"{row['name']} needs {row['shared_bytes']} bytes of shared memory on sm_90 at K={row['K']}")
     return broken

@@ -18,7 +18,14 @@ VALUE_DIM = 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--targets", nargs="+", choices=(*TARGETS, "sm_120"), default=list(TARGETS), help="GPUs")
     parser.add_argument("--key-dims", nargs="+", type=int, default=list(KEY_DIMS), metavar="K", help="128 256")
-    parser.add_argument("--variants", action="store_true", help="also compile other dtypes, chunks, head groups, packs")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=(*TARGETS, "sm_120"),
+        default=[],
+        metavar="TARGET",
+        help="GPUs for which other dtypes, chunk sizes, head groups and packs are compiled, too",
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
 
 
@@ -34,17 +41,23 @@ def run(args: argparse.Namespace) -> None:
     wrong = [key_dim for key_dim in args.key_dims if not 1 <= key_dim <= MAX_KEY_DIM]
     if wrong:
         raise ValueError(f"--key-dims must be between 1 and {MAX_KEY_DIM}, got {wrong[0]}")
-    counted = {key_dim: count_launches_and_bytes(key_dim, VALUE_DIM) for key_dim in args.key_dims}
     defaults = [Variant(key_dim=key_dim, value_dim=VALUE_DIM) for key_dim in args.key_dims]
     wanted = [(variant, target) for variant in defaults for target in args.targets]
-    wanted += [(variant, target) for variant in VARIANTS for target in args.targets if args.variants]
+    wanted += [(variant, target) for variant in VARIANTS for target in args.variants]
     rows: dict[str, list[dict[str, Any]]] = {"kernels": [], "variants": []}
-    for variant, target in tqdm(wanted, desc="compiling", disable=not sys.stderr.isatty()):
-        for row in compile_variant(variant, target):
-            if variant in defaults:
-                rows["kernels"].append(row)
-            else:
-                rows["variants"].append({"variant": variant.name, **row})
+    counted = {}
+    with tqdm(total=len(args.key_dims) + len(wanted), desc="counting", disable=not sys.stderr.isatty()) as bar:
+        for key_dim in args.key_dims:
+            counted[key_dim] = count_launches_and_bytes(key_dim, VALUE_DIM)
+            bar.update()
+        bar.set_description("compiling")
+        for variant, target in wanted:
+            for row in compile_variant(variant, target):
+                if variant in defaults:
+                    rows["kernels"].append(row)
+                else:
+                    rows["variants"].append({"variant": variant.name, **row})
+            bar.update()
     report = {
         "triton": ".".join(map(str, version)),
         "launches": counted[args.key_dims[0]]["launches"],

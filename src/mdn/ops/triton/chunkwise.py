@@ -126,7 +126,8 @@ class Pass:
 
     def tile(self, kernel: Any) -> Tile:
         widths = self.q.shape[-1], self.v.shape[-1]
-        return choose_tile(kernel_name(kernel), *widths, self.q.element_size(), target_of(self.q.device))
+        given_p = self.arguments["p"] is not None
+        return choose_tile(kernel_name(kernel), *widths, self.q.element_size(), target_of(self.q.device), given_p)
 
     def _launch(self, kernel: Any, tile: Tile, grid: tuple[int, int]) -> None:
         launch(kernel, grid, tile, self.arguments | {"BV": tile.value_block})

@@ -57,15 +57,18 @@ def power_of_two(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def choose_tile(kernel: str, key_dim: int, value_dim: int, itemsize: int, target: str) -> Tile:
+def choose_tile(kernel: str, key_dim: int, value_dim: int, itemsize: int, target: str, given_p: bool = False) -> Tile:
     """The tile of a kernel for operands of ``itemsize`` bytes on a GPU."""
     changes: dict[str, tuple[Tile, Tile]] = {}
     if itemsize > 2:
         changes = _FLOAT32_OPERANDS
     else:
         changes = next((found for family, found in _FAMILIES.items() if target.startswith(family)), changes)
-    tile = changes.get(kernel, _TILES[kernel])[power_of_two(key_dim) > 128]
-    return Tile(min(tile.value_block, power_of_two(value_dim)), tile.warps, tile.stages)
+    large = power_of_two(key_dim) > 128
+    tile = changes.get(kernel, _TILES[kernel])[large]
+    # A third [C, K] operand: at K > 128 two stages of it do not fit an H100 block.
+    stages = 1 if given_p and large else tile.stages
+    return Tile(min(tile.value_block, power_of_two(value_dim)), tile.warps, stages)
 
 
 # For each kernel: the choice for K <= 128, then for K > 128 (states twice as tall).
