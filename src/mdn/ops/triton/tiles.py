@@ -96,11 +96,11 @@ _FAMILIES = {
     "sm_9": {"backward_states": (Tile(32, 8, 2), Tile(16, 8, 2))},
     # The same; and with 4 warps forward_states spills there at K <= 128.
     "sm_10": {"forward_states": (Tile(16, 8, 2), Tile(16, 8, 1)), "backward_states": (Tile(32, 8, 2), Tile(16, 8, 2))},
-    # 64 KB of shared memory: no second stage. With 4 warps a CDNA thread has 512 registers, and nothing spills.
+    # 64 KB of shared memory: a second stage only where it is small. With 4 warps a CDNA thread has 512 registers.
     "gfx": {"forward_states": (Tile(16, 4, 2), Tile(16, 4, 1)), "backward_states": (Tile(16, 4, 1), Tile(16, 8, 1))},
 }
 # float32 operands: twice the bytes and, in tf32x3, three times the products. Smaller tiles, no second pipeline stage;
-# they spill all the same, with 8 warps less than with 4. Training uses 16-bit inputs; float32 is for checking.
+# they spill all the same, on sm_80 far less with 8 warps than with 4. Training uses 16-bit inputs; float32 is for checks.
 _FLOAT32_OPERANDS = {
     "forward_states": (Tile(16, 8, 1), Tile(16, 8, 1)),
     "rebuild_states": (Tile(32, 4, 1), Tile(16, 8, 1)),
