@@ -100,7 +100,7 @@ _FAMILIES = {
     "gfx": {"forward_states": (Tile(16, 4, 2), Tile(16, 4, 1)), "backward_states": (Tile(16, 4, 1), Tile(16, 8, 1))},
 }
 # float32 operands: twice the bytes and, in tf32x3, three times the products. Smaller tiles, no second pipeline stage;
-# they spill all the same, on sm_80 far less with 8 warps than with 4. Training uses 16-bit inputs; float32 is for checks.
+# they spill all the same, on sm_80 far less with 8 warps than with 4. Train with 16-bit inputs; float32 is for checks.
 _FLOAT32_OPERANDS = {
     "forward_states": (Tile(16, 8, 1), Tile(16, 8, 1)),
     "rebuild_states": (Tile(32, 4, 1), Tile(16, 8, 1)),
