@@ -56,7 +56,7 @@ def draw_file(path: Path, figures: Path) -> list[Path]:
     content = json.loads(path.read_text(encoding="utf-8"))
     target = figures / f"{path.stem}.png"
     if "chosen" in content:  # `mdn mqar`
-        return _draw_mqar(content, target, content.get("command", f"mdn mqar {content['recipe']['name']}"))
+        return _draw_mqar(content, target, content["provenance"]["command"])
     if "setting" in content:  # `mdn bench train`
         return _draw_train(content, target, content.get("command", "mdn bench train"))
     return save_figure(_drawer(content.get("kind", ""))(content), target, content["command"])
