@@ -106,7 +106,7 @@ class ChunkReader:
         else:
             rows.copy_(source.index_select(0, index))
         if group.padding is not None:
-            rows.view(-1, x.shape[-2] * repeats, size, width).masked_fill_(group.padding[:, None, :, None], 0.0)
+            rows.index_fill_(0, group.padding_places(x.shape[-2] * repeats), 0.0)
         return rows.view(-1, size, width)
 
 
@@ -129,8 +129,8 @@ class ChunkWriter:
             return
         rows, index = (rows if factor == 1.0 else rows * factor).reshape(-1, width), group.rows(heads)
         if group.padding is not None:
-            kept = group.kept(heads)
-            rows, index = rows[kept], index[kept]
+            places, index = group.kept_rows(heads)
+            rows = rows.index_select(0, places)
         self.tensor.view(-1, width).index_copy_(0, index, rows.to(self.tensor.dtype))
 
 

@@ -40,6 +40,7 @@ class Group:
     block: tuple[int, slice, slice] | None = None
     """when the chunks are the rectangle x[sequences, tokens] of a dense [N, length, ...]: length, sequences, tokens"""
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+    _places: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
 
     def rows(self, heads: int, repeats: int = 1) -> Tensor:
         """int64 [chunks * heads * repeats * C]: rows of a [B * T * heads, D] tensor, each head taken ``repeats``
@@ -53,6 +54,20 @@ class Group:
         """bool [chunks * heads * C]: where there is a token."""
         assert self.padding is not None
         return ~self.padding.unsqueeze(1).expand(-1, heads, -1).reshape(-1)
+
+    def kept_rows(self, heads: int) -> tuple[Tensor, Tensor]:
+        """int64: the places of tokens among [chunks * heads * C], and their rows of a [B * T * heads, D] tensor."""
+        if ("kept", heads) not in self._places:
+            places = self.kept(heads).nonzero().squeeze(-1)
+            self._places["kept", heads] = places
+            self._places["kept rows", heads] = self.rows(heads)[places]
+        return self._places["kept", heads], self._places["kept rows", heads]
+
+    def padding_places(self, heads: int) -> Tensor:
+        """int64: the places among [chunks * heads * C] that have no token."""
+        if ("padding", heads) not in self._places:
+            self._places["padding", heads] = (~self.kept(heads)).nonzero().squeeze(-1)
+        return self._places["padding", heads]
 
 
 @dataclass(frozen=True)

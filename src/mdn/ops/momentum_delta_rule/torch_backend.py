@@ -157,13 +157,9 @@ def _backward_rounds(
 
 def _mixing_gradients(states: Tensor, grad_after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of abar_C, b_C and mbar_C through D: inner products of state and gradient, [Z] each."""
-    fast_weight, momentum = (x.flatten(1) for x in states.chunk(2, dim=1))
-    grad_fast_weight, grad_momentum = (x.flatten(1) for x in grad_after.chunk(2, dim=1))
-    return (
-        torch.linalg.vecdot(grad_fast_weight, fast_weight),
-        -torch.linalg.vecdot(grad_fast_weight, momentum),
-        torch.linalg.vecdot(grad_momentum, momentum),
-    )
+    after, before = (x.unflatten(1, (2, -1)).flatten(2) for x in (grad_after, states))  # [Z, 2, K V]: of S, of M
+    inner = torch.bmm(after, before.mT)  # [Z, 2, 2]; one pass, many times faster than vecdot
+    return inner[:, 0, 0], -inner[:, 0, 1], inner[:, 1, 1]
 
 
 def _chunk_gradients(
