@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mdn.ops.l2norm import L2NORM_EPS
+from mdn.ops.memory import empty
 from mdn.ops.momentum_delta_rule.options import RuleOptions
 from mdn.ops.momentum_delta_rule.schedule import Group
 from mdn.ops.momentum_delta_rule.workspace import workspace_for
@@ -118,7 +119,7 @@ class ChunkWriter:
 
     @classmethod
     def like(cls, x: Tensor) -> ChunkWriter:
-        return cls(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        return cls(empty(x.shape, x.dtype, x.device))
 
     def put(self, rows: Tensor, group: Group, factor: float = 1.0) -> None:
         """Write ``factor * rows``."""
