@@ -173,9 +173,7 @@ def _backward(
     call.problem.float32_key_gradient = in_parts
     per_part = (call.batch, call.time, call.parts)
     key_dtype = torch.float32 if in_parts else call.dtype
-    dq, dk, dp = (
-        empty((*per_part, call.key_dim), key_dtype, CPU) if w else None for w in (True, True, wants[0])
-    )
+    dq, dk, dp = (empty((*per_part, call.key_dim), key_dtype, CPU) if w else None for w in (True, True, wants[0]))
     dv = empty(call.value_shape, call.dtype, CPU)
     dgates = {name: None if gate is None else torch.empty(per_part) for name, gate in gates.items()}
     stacked = (2, *call.state_shape) if call.problem.has_momentum else call.state_shape

@@ -24,12 +24,12 @@ def blockwise_pass(streams: list[Tensor], state: Tensor, block_size: int) -> tup
     batch, time, heads = streams[0].shape[:3]
     size = max(1, min(block_size, time))
     query, key, value, probe, log_alpha, log_mu, beta, eta = (_blocks(x, size) for x in streams)
-    gates = (x.flatten(0, 1) for x in (log_alpha, log_mu, beta))
-    decay_alpha, decay_mu, gamma = (x.unflatten(0, log_alpha.shape[:2]) for x in momentum_coefficients(*gates))
-    key = key * eta.unsqueeze(-1)
+    coefficients = momentum_coefficients(*(x.flatten(0, 1) for x in (log_alpha, log_mu, beta, eta)))
+    of_blocks = (coefficients.decay_alpha, coefficients.decay_mu, coefficients.written, coefficients.gamma)
+    decay_alpha, decay_mu, written, gamma = (x.unflatten(0, log_alpha.shape[:2]) for x in of_blocks)
     attend = query @ key.mT * gamma[..., 1:, 1:]
     read_fast_weight, read_momentum = (x[..., 1:, :1] * query for x in (decay_alpha, gamma))
-    to_fast_weight, to_momentum = (x[..., -1, 1:].unsqueeze(-1) * key for x in (gamma, decay_mu))
+    to_fast_weight, to_momentum = (x[..., -1, 1:].unsqueeze(-1) * key for x in (gamma, written))
     keep_fast_weight, leak_momentum, keep_momentum = (x[..., -1:, :1] for x in (decay_alpha, gamma, decay_mu))
 
     fast_weight, momentum = state.flatten(1, 2).unbind(0)

@@ -19,14 +19,6 @@ from mdn.ops.momentum_delta_rule.workspace import workspace_for
 
 
 @dataclass
-class Unit:
-    """Vectors [Z, C, K] after the L2 norm, and one over the norm [Z, C, 1] (None when they are not normalised)."""
-
-    rows: Tensor
-    inverse_norm: Tensor | None
-
-
-@dataclass
 class Gates:
     log_alpha: Tensor  # [Z, C], as are all
     log_mu: Tensor
@@ -35,80 +27,97 @@ class Gates:
 
 
 def dense_block(x: Tensor, group: Group, size: int) -> Tensor:
-    """The group's rectangle of a contiguous [B, T, H, D] tensor, viewed as [rounds, sequences, H, C, D]."""
+    """The group's rectangle of a contiguous [B, T, H, D] tensor, viewed as [rounds, sequences, H, 1, C, D]."""
     assert group.block is not None
     length, sequences, tokens = group.block
     rectangle = x.view(-1, length, *x.shape[-2:])[sequences, tokens]
-    return rectangle.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4)
+    return rectangle.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4).unsqueeze(3)
+
+
+@dataclass
+class InverseNorms:
+    """One over the L2 norm; ones when vectors are not normalised."""
+
+    query: Tensor  # [Z, C], as are all
+    key: Tensor
+    probe: Tensor
 
 
 class ChunkReader:
-    """Reads the chunks of a group, converted to the compute dtype, normalised and padded.
+    """Reads the chunks of a group, converted to the compute dtype and padded; q, k and p are normalised on the way.
 
     What is read lives in the workspace under the given name, until the name is read again.
     """
 
     def __init__(self, q, k, v, p, log_alpha, log_mu, beta, eta, options: RuleOptions, dtype: torch.dtype):
-        self.q, self.k, self.v, self.p = q, k, v, p
-        self.gate_table = torch.stack([x.reshape(-1).to(dtype) for x in (log_alpha, log_mu, beta, eta)])
+        self.q, self.k, self.v = q.contiguous(), k.contiguous(), v.contiguous()
+        self.p = None if p is None else p.contiguous()
         self.options = options
         self.dtype = dtype
         self.heads = v.shape[-2]
         self.repeats = v.shape[-2] // q.shape[-2]
         self.workspace = workspace_for(q.device, dtype)
+        per_token = [x.reshape(-1).to(dtype) for x in (log_alpha, log_mu, beta, eta)]
+        per_token += [self._inverse_norm(x) for x in (self.q, self.k, self.k if self.p is None else self.p)]
+        self._scalars = torch.stack(per_token)
 
-    def values(self, name: str, x: Tensor, group: Group) -> Tensor:
-        """A [B, T, HV, V] tensor as [Z, C, V]."""
-        return self._load(name, x, group, 1)
+    def scalars(self, group: Group) -> tuple[Gates, InverseNorms]:
+        table = self._scalars.index_select(1, group.rows(self.heads))
+        if group.padding is not None:
+            # Zero is neutral for all of them: log 1 for the decays, no write, vectors of length zero.
+            table = torch.where(group.kept(self.heads), table, 0.0)
+        rows = table.view(len(table), -1, group.tokens.shape[1]).unbind()
+        return Gates(*rows[:4]), InverseNorms(*rows[4:])
 
-    def values_into(self, out: Tensor, x: Tensor, group: Group, factor: float) -> None:
-        """``out`` [Z, C, V] = factor * values(x)."""
+    def values(self, name: str, x: Tensor, group: Group, factor: float = 1.0) -> Tensor:
+        """A [B, T, HV, V] tensor as [Z, C, V], times ``factor``."""
+        return self.load(x, group, self.workspace.take(name, *self._shape(x, group)), factor)
+
+    def load(self, x: Tensor, group: Group, out: Tensor, factor: Tensor | float) -> Tensor:
+        """``out`` [Z, C, D] = factor * the rows of x [B, T, H, D]; ``factor`` is a number or [Z, C]."""
+        repeats = self.heads // x.shape[-2]
         if group.block is not None and x.is_contiguous() and x.dtype == self.dtype:
             source = dense_block(x, group, out.shape[1])
-            torch.mul(source, factor, out=out.view(*source.shape))
-        else:
-            torch.mul(self.values("values", x, group), factor, out=out)
-
-    def unit(self, name: str, x: Tensor, group: Group, out: Tensor | None = None) -> Unit:
-        """q, k or p [B, T, H, K] as [Z, C, K], one head per value head."""
-        rows = self._load(name, x, group, self.repeats)
-        if not self.options.l2norm:
-            return Unit(rows if out is None else out.copy_(rows), None)
-        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-        inverse_norm = norm.square_().add_(L2NORM_EPS).rsqrt_()
-        return Unit(torch.mul(rows, inverse_norm, out=rows if out is None else out), inverse_norm)
-
-    def gates(self, group: Group) -> Gates:
-        table = self.gate_table.index_select(1, group.rows(self.heads))
-        if (
-            group.padding is not None
-        ):  # log 1 = 0 for the decays, no write for beta and eta: zero is neutral for all four
-            table = torch.where(group.kept(self.heads), table, 0.0)
-        return Gates(*table.view(4, -1, group.tokens.shape[1]))
-
-    def raw_gradient(self, gradient: Tensor, along: Tensor, unit: Unit) -> Tensor:
-        """Gradient of the raw vectors from that of the unit ones; ``along`` [Z, C, 1] is <gradient, unit>.
-
-        Overwrites ``gradient``; sums over the value heads that share a key head.
-        """
-        if unit.inverse_norm is not None:
-            gradient = gradient.addcmul_(unit.rows, along, value=-1).mul_(unit.inverse_norm)
-        if self.repeats > 1:
-            heads = self.heads // self.repeats
-            gradient = gradient.unflatten(0, (-1, heads, self.repeats)).sum(2).flatten(0, 1)
-        return gradient
-
-    def _load(self, name: str, x: Tensor, group: Group, repeats: int) -> Tensor:
-        width, size = x.shape[-1], group.tokens.shape[1]
-        source, index = x.reshape(-1, width), group.rows(x.shape[-2], repeats)
-        rows = self.workspace.take(name, len(index), width)
+            outer = (*source.shape[:3], repeats)
+            by = factor if isinstance(factor, float) else factor.unsqueeze(-1).unflatten(0, outer)
+            torch.mul(source, by, out=out.unflatten(0, outer))
+            return out
+        source, index = x.reshape(-1, x.shape[-1]), group.rows(x.shape[-2], repeats)
+        gathered = self.workspace.take("gathered", len(index), x.shape[-1])
         if x.dtype == self.dtype:
-            torch.index_select(source, 0, index, out=rows)
+            torch.index_select(source, 0, index, out=gathered)
         else:
-            rows.copy_(source.index_select(0, index))
-        if group.padding is not None:
-            rows.index_fill_(0, group.padding_places(x.shape[-2] * repeats), 0.0)
-        return rows.view(-1, size, width)
+            gathered.copy_(source.index_select(0, index))
+        by = factor if isinstance(factor, float) else factor.unsqueeze(-1)
+        return torch.mul(gathered.view(out.shape), by, out=out)
+
+    def put_gradient(
+        self, to: ChunkWriter, group: Group, gradient: Tensor, unit: Tensor, along: Tensor, inverse_norm: Tensor
+    ) -> None:
+        """Write the gradient of q, k or p from that of its unit vectors, which is overwritten.
+
+        ``along`` [Z, C] is <gradient, unit>; the value heads that share a key head are added up.
+        """
+        if self.options.l2norm:
+            gradient.addcmul_(unit, along.unsqueeze(-1), value=-1)
+        if self.repeats > 1:
+            shared = (-1, self.heads // self.repeats, self.repeats)
+            gradient = gradient.unflatten(0, shared).sum(2).flatten(0, 1)
+            inverse_norm = inverse_norm.unflatten(0, shared)[:, :, 0].flatten(0, 1)
+        to.put(gradient, group, factor=inverse_norm)
+
+    def _shape(self, x: Tensor, group: Group) -> tuple[int, int, int]:
+        chunks, size = group.tokens.shape
+        return chunks * self.heads, size, x.shape[-1]
+
+    def _inverse_norm(self, x: Tensor) -> Tensor:
+        """[B * T * HV]"""
+        if self.options.l2norm:
+            norm = torch.linalg.vector_norm(x, dim=-1, dtype=self.dtype)
+            inverse = norm.square_().add_(L2NORM_EPS).rsqrt_()
+        else:
+            inverse = x.new_ones(x.shape[:-1], dtype=self.dtype)
+        return inverse.repeat_interleave(self.repeats, dim=-1).view(-1) if self.repeats > 1 else inverse.view(-1)
 
 
 class ChunkWriter:
@@ -121,14 +130,18 @@ class ChunkWriter:
     def like(cls, x: Tensor) -> ChunkWriter:
         return cls(empty(x.shape, x.dtype, x.device))
 
-    def put(self, rows: Tensor, group: Group, factor: float = 1.0) -> None:
-        """Write ``factor * rows``."""
+    def put(self, rows: Tensor, group: Group, factor: Tensor | float = 1.0) -> None:
+        """Write ``factor * rows``; ``factor`` is a number or [Z, C]. May overwrite the rows."""
         heads, width = self.tensor.shape[-2:]
+        by = factor if isinstance(factor, float) else factor.unsqueeze(-1)
         if group.block is not None and rows.dtype == self.tensor.dtype:  # several times faster than a scatter
             target = dense_block(self.tensor, group, rows.shape[1])
-            torch.mul(rows.view(target.shape), factor, out=target)
+            by = by if isinstance(by, float) else by.view(*target.shape[:-1], 1)
+            torch.mul(rows.view(target.shape), by, out=target)
             return
-        rows, index = (rows if factor == 1.0 else rows * factor).reshape(-1, width), group.rows(heads)
+        if not isinstance(by, float) or by != 1.0:
+            rows.mul_(by)
+        rows, index = rows.reshape(-1, width), group.rows(heads)
         if group.padding is not None:
             places, index = group.kept_rows(heads)
             rows = rows.index_select(0, places)

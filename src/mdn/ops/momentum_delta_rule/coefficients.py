@@ -5,61 +5,88 @@ extra row and column there are no special cases: column 0 holds abar, mbar and b
 version of row i.
 
     decay_alpha[i, j] = prod_{l=j+1..i} alpha_l        [Z, C+1, C+1], ones on the diagonal, zero above
-    decay_mu[i, j]    the same for mu
-    gamma = decay_alpha @ diag(0, beta) @ decay_mu     [Z, C+1, C+1]: what a write at j contributes to S after token i
+    written[i, j]     = eta_j prod_{l=j+1..i} mu_l     what a write at j is worth in M after token i; eta_0 = 1
+    gamma = decay_alpha @ diag(0, beta) @ written      what it is worth in S
 
 Each decay is the exponential of a sum of logs over its own segment (a masked cumulative sum), never a difference of two
 cumulative sums: a gate of -inf gives exact zeros, a tiny gate does not spoil its neighbours, every exponent is <= 0.
+All but gamma are stored transposed, so that the sums run along memory.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LOG_OF_ZERO = -1e4  # its exponential is exactly 0, and unlike -inf it may be multiplied by zero
+
+
+@dataclass
+class Coefficients:
+    decay_alpha: Tensor  # [Z, C+1, C+1], as are all
+    decay_mu: Tensor
+    written: Tensor
+    gamma: Tensor
+
 
 def segment_decay(log_gate: Tensor) -> Tensor:
-    """``[Z, C]`` log gates to ``[Z, C+1, C+1]`` products over segments (stored transposed: sums run along memory)."""
-    padded = F.pad(log_gate, (1, 0))
-    in_segment = padded.unsqueeze(-2).expand(-1, padded.shape[1], -1).triu(1)  # row j holds log gate l for every l > j
-    return in_segment.cumsum_(-1).exp_().triu().mT
+    """``[..., C]`` log gates to ``[..., C+1, C+1]`` products over segments."""
+    ones = log_gate.new_ones(log_gate.shape[-1] + 1, log_gate.shape[-1] + 1)
+    padded = F.pad(log_gate.clamp(min=LOG_OF_ZERO), (1, 0))
+    in_segment = padded.unsqueeze(-2) * ones.triu(1)  # row j holds log gate l for every l > j
+    return (in_segment.cumsum_(-1).exp_() * ones.triu()).mT
 
 
-def segment_decay_adjoint(grad_decay: Tensor, decay: Tensor) -> Tensor:
-    """Gradient of the log gates: log gate l is in every segment that begins before l and ends at l or later."""
-    begins_before = (grad_decay * decay).cumsum(-1)[:, 1:, :-1]  # row i, column l, both from 1: sum over j < l
-    return begins_before.tril().sum(-2)
+def segment_decay_adjoint(change: Tensor) -> Tensor:
+    """Gradient of the log gates from ``change`` = gradient of a decay * the decay, which is overwritten.
+
+    Log gate l is in every segment that begins before l and ends at l or later.
+    """
+    begins_before = change.mT.cumsum_(-2)[..., :-1, 1:]  # row l, column i, both from 1: sum over j < l
+    return (begins_before * begins_before.new_ones(begins_before.shape[-2:]).triu()).sum(-1)
 
 
-def momentum_coefficients(log_alpha: Tensor, log_mu: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """decay_alpha, decay_mu and gamma, each ``[Z, C+1, C+1]``, from gates ``[Z, C]``."""
-    decay_alpha, decay_mu = segment_decay(log_alpha), segment_decay(log_mu)
-    return decay_alpha, decay_mu, torch.bmm(decay_alpha, _no_write_at_start(beta) * decay_mu)
+def momentum_coefficients(log_alpha: Tensor, log_mu: Tensor, beta: Tensor, eta: Tensor) -> Coefficients:
+    """From gates ``[Z, C]``."""
+    decay_alpha, decay_mu = segment_decay(torch.stack([log_alpha, log_mu]))
+    written = decay_mu * _initial_state_is_written(eta)
+    gamma = torch.bmm(decay_alpha, written * _no_write_at_start(beta))
+    return Coefficients(decay_alpha, decay_mu, written, gamma)
 
 
 def momentum_coefficients_adjoint(
-    grad_abar: Tensor, grad_mu_end: Tensor, grad_gamma: Tensor, decay_alpha: Tensor, decay_mu: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of log_alpha, log_mu and beta ``[Z, C]``.
+    grad_abar: Tensor, grad_written_end: Tensor, grad_gamma: Tensor, of: Coefficients, beta: Tensor, eta: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of log_alpha, log_mu, beta and eta ``[Z, C]``.
 
-    Besides gamma, the chunk form reads only column 0 of decay_alpha and the last row of decay_mu: ``grad_abar`` and
-    ``grad_mu_end``, ``[Z, C+1]``.
+    Besides gamma, the chunk form reads only column 0 of decay_alpha and the last row of ``written``: ``grad_abar`` and
+    ``grad_written_end``, ``[Z, C+1]``.
     """
-    beta = _no_write_at_start(beta)
-    into_scaled_mu = torch.bmm(decay_alpha.mT, grad_gamma)
-    grad_beta = (into_scaled_mu * decay_mu).sum(-1)[:, 1:]
-    grad_decay_alpha = torch.bmm(grad_gamma, (beta * decay_mu).mT)
-    grad_decay_alpha[:, :, 0] += grad_abar
-    grad_decay_mu = into_scaled_mu.mul_(beta)
-    grad_decay_mu[:, -1] += grad_mu_end
-    return (
-        segment_decay_adjoint(grad_decay_alpha, decay_alpha),
-        segment_decay_adjoint(grad_decay_mu, decay_mu),
-        grad_beta,
-    )
+    beta, eta = _no_write_at_start(beta), _initial_state_is_written(eta)
+    changes = torch.empty(2, *of.gamma.shape, dtype=beta.dtype, device=beta.device).mT
+    change_alpha, change_mu = changes  # gradients times the decays
+    grad_decay_alpha = torch.bmm(of.written * beta, grad_gamma.mT).mT
+    grad_decay_alpha[..., 0] += grad_abar
+    torch.mul(grad_decay_alpha, of.decay_alpha, out=change_alpha)
+    into_written = torch.bmm(grad_gamma.mT, of.decay_alpha).mT  # not yet times beta
+    grad_beta = (into_written * of.written).sum(-1)[:, 1:]
+    into_written.mul_(beta)
+    into_written[:, -1] += grad_written_end
+    torch.mul(into_written, of.decay_mu, out=change_mu)
+    grad_eta = change_mu.sum(-2)[:, 1:]
+    change_mu.mul_(eta)
+    grad_log_alpha, grad_log_mu = segment_decay_adjoint(changes)
+    return grad_log_alpha, grad_log_mu, grad_beta, grad_eta
 
 
 def _no_write_at_start(beta: Tensor) -> Tensor:
-    """``[Z, C]`` to ``[Z, C+1, 1]``: nothing is written at index 0."""
+    """``[Z, C]`` to a column ``[Z, C+1, 1]``: nothing is written at index 0."""
     return F.pad(beta, (1, 0)).unsqueeze(-1)
+
+
+def _initial_state_is_written(eta: Tensor) -> Tensor:
+    """``[Z, C]`` to a row ``[Z, 1, C+1]``: what the chunk began with counts in full."""
+    return F.pad(eta, (1, 0), value=1.0).unsqueeze(-2)

@@ -32,7 +32,7 @@ class Group:
     """Rounds computed together."""
 
     tokens: Tensor
-    """int64 [chunks, C]: row of each token in a [B * T, ...] tensor; padding points at row 0"""
+    """int64 [chunks, C]: row of each token in a [B * T, ...] tensor; padding repeats the last token of its sequence"""
     padding: Tensor | None
     """bool [chunks, C]: True where the chunk has no token; None when all chunks are full"""
     rounds: tuple[tuple[int, int], ...]
@@ -62,12 +62,6 @@ class Group:
             self._places["kept", heads] = places
             self._places["kept rows", heads] = self.rows(heads)[places]
         return self._places["kept", heads], self._places["kept rows", heads]
-
-    def padding_places(self, heads: int) -> Tensor:
-        """int64: the places among [chunks * heads * C] that have no token."""
-        if ("padding", heads) not in self._places:
-            self._places["padding", heads] = (~self.kept(heads)).nonzero().squeeze(-1)
-        return self._places["padding", heads]
 
 
 @dataclass(frozen=True)
@@ -150,7 +144,7 @@ def _make_slab(
         if not ragged and dense:
             rectangle = slice(sequences[0], sequences[-1] + 1), slice(first * chunk_size, end * chunk_size)
             block = (lengths[0], *rectangle)
-        groups.append(Group(tokens.masked_fill_(padding, 0), padding if ragged else None, tuple(rounds), block))
+        groups.append(Group(tokens.minimum(end_token - 1), padding if ragged else None, tuple(rounds), block))
     return Slab(tuple(sequences), tuple(groups))
 
 

@@ -32,7 +32,7 @@ from mdn.ops.momentum_delta_rule.torch_chunk import (
     gather_,
     prepare,
     read_coefficients,
-    times_gamma,
+    times_gamma_,
     write_coefficients,
 )
 
@@ -121,7 +121,7 @@ def backward(
             pairs, size, width = errors.shape
             states = states_of_group(reader, chunk.write, group, group_start, errors)
             grad_targets = take("grad targets", pairs, 2 * size, width)
-            reader.values_into(grad_targets[:, size:], grad_o, group, factor=options.scale)
+            reader.load(grad_o, group, grad_targets[:, size:], factor=options.scale)
             grad_after = take("grad after", *states.shape)
             _backward_rounds(chunk, group, grad_targets, grad_state, grad_after, reader.heads)
             _chunk_gradients(chunk, group, states, grad_after, errors, grad_targets, grads, reader)
@@ -175,90 +175,109 @@ def _chunk_gradients(
 ) -> None:
     """From the states and their gradients to the gradients of q, k, v, p and the gates."""
     take = reader.workspace.take
-    (pairs, size, width), both = chunk.scaled_key.shape, states.shape[1]
+    (pairs, size, _), both = chunk.key.shape, states.shape[1]
     read_out, write_out = take("grad read", pairs, 2 * size, both), take("grad write", pairs, size, both)
     grad_read = torch.bmm(grad_targets, states.mT, out=read_out).unflatten(-1, (2, -1))
     grad_write = torch.bmm(errors, grad_after.mT, out=write_out).unflatten(-1, (2, -1))
-    grad_scores = torch.bmm(grad_targets, errors.mT, out=take("grad scores", *chunk.scores.shape))
-    grad_scores[:, :size].neg_()  # R = (I + A)^-1 W  =>  dA = -dW R^T
-
-    # read, write and mixed are not needed any more: their memory takes the products
-    grad_gates = _coefficient_gradients(
-        chunk,
-        torch.mul(grad_scores, chunk.scores, out=take("mixed", *chunk.scores.shape)),
-        along(grad_read, chunk.probe_query, scratch=chunk.read),
-        along(grad_write, chunk.scaled_key, scratch=chunk.write.rows),
-        _mixing_gradients(states, grad_after),
-    )
-    times_gamma(grad_scores, chunk.gamma, out=grad_scores)
-    grad_probe_query = torch.bmm(
-        grad_scores, chunk.scaled_key, out=take("grad probe and query", pairs, 2 * size, width)
-    )
-    grad_scaled_key = torch.bmm(grad_scores.mT, chunk.probe_query, out=take("grad scaled key", pairs, size, width))
-    gather_(grad_probe_query, grad_read, read_coefficients(chunk.decay_alpha, chunk.gamma))
-    gather_(grad_scaled_key, grad_write, write_coefficients(chunk.decay_mu, chunk.gamma))
+    grad_mixed = torch.bmm(grad_targets, errors.mT, out=take("grad scores", *chunk.scores.shape))
+    grad_mixed[:, :size].mul_(-1.0 if chunk.alpha is None else -chunk.alpha)  # R = (I + A)^-1 W  =>  dA = -dW R^T
     grads.value.put(grad_targets[:, :size], group)
-    _vector_gradients(chunk, group, grad_probe_query, grad_scaled_key, grad_gates, grads, reader)
+
+    reading = read_coefficients(chunk.coefficients, chunk.alpha)
+    writing = write_coefficients(chunk.coefficients.written, chunk.coefficients.gamma)
+    # read and write are not needed any more: their memory takes the products
+    grad_reading = along(grad_read, chunk.probe_query, scratch=chunk.read)
+    grad_writing = along(grad_write, chunk.key, scratch=chunk.write.rows)
+    grad_gamma_rows = torch.mul(grad_mixed, chunk.scores, out=take("grad gamma", *chunk.scores.shape))
+    grad_scores = times_gamma_(grad_mixed, chunk.coefficients.gamma)
+    weight = chunk.scores.mul_(grad_scores)  # every score times its gradient
+    along_read = weight.sum(-1) + (reading * grad_reading).sum(-1)  # <gradient, vector> of every probe and query
+    along_key = weight.sum(-2) + (writing * grad_writing).sum(-1)
+    mixing = _mixing_gradients(states, grad_after)
+    grad_gates = _gate_gradients(chunk, grad_gamma_rows, grad_reading, grad_writing, mixing)
+    if chunk.alpha is not None:
+        grad_gates[0] += along_read[:, :size]
+    grads.gates.put(torch.stack(grad_gates, dim=-1), group)
+
+    gradients = _row_gradients(chunk, grad_scores, grad_read, grad_write, reading, writing, reader)
+    _put_vector_gradients(chunk, group, gradients, along_read, along_key, grads, reader)
 
 
-def _coefficient_gradients(
-    chunk: Chunk, grad_gamma_rows: Tensor, grad_signed: Tensor, grad_last: Tensor, grad_mixing: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of log_alpha, log_mu and beta: collect all that reads decay_alpha, decay_mu and gamma."""
-    size = chunk.scaled_key.shape[1]
+def _gate_gradients(
+    chunk: Chunk, grad_gamma_rows: Tensor, grad_reading: Tensor, grad_writing: Tensor, grad_mixing: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """Gradients of log_alpha (but for what multiplies p), log_mu, beta and eta: collect all that reads the
+    coefficients."""
+    size = chunk.key.shape[1]
     grad_abar_end, grad_b_end, grad_mbar_end = grad_mixing
-    grad_gamma = torch.zeros_like(chunk.gamma)
+    before, after = grad_reading[:, :size], grad_reading[:, size:]  # [Z, C, 2]: of -abar, b and of abar, -b
+    if chunk.alpha is not None:
+        before = before * chunk.alpha
+    grad_gamma = torch.zeros_like(chunk.coefficients.gamma)
     grad_gamma[:, :-1, 1:] = grad_gamma_rows[:, :size]
     grad_gamma[:, 1:, 1:] += grad_gamma_rows[:, size:]
-    grad_gamma[:, -1, 1:] += grad_last[..., 0]
-    grad_gamma[:, :-1, 0] += grad_signed[:, :size, 1]
-    grad_gamma[:, 1:, 0] -= grad_signed[:, size:, 1]
-    grad_gamma[:, -1, 0] += grad_b_end
-    grad_abar = F.pad(grad_signed[:, size:, 0], (1, 0)) - F.pad(grad_signed[:, :size, 0], (0, 1))
+    grad_gamma[:, -1, 1:] += grad_writing[..., 0]
+    grad_starts = F.pad(after, (0, 0, 1, 0)) - F.pad(before, (0, 0, 0, 1))  # [Z, C+1, 2]: of abar, -b
+    grad_abar = grad_starts[..., 0]
     grad_abar[:, -1] += grad_abar_end
-    grad_mu_end = torch.cat([grad_mbar_end.unsqueeze(-1), -grad_last[..., 1]], dim=-1)
-    return momentum_coefficients_adjoint(
-        grad_abar, grad_mu_end, grad_gamma, chunk.decay_alpha, chunk.decay_mu, chunk.gates.beta
+    grad_gamma[..., 0] -= grad_starts[..., 1]
+    grad_gamma[:, -1, 0] += grad_b_end
+    grad_written_end = torch.cat([grad_mbar_end.unsqueeze(-1), -grad_writing[..., 1]], dim=-1)
+    gates = chunk.gates
+    return list(
+        momentum_coefficients_adjoint(
+            grad_abar, grad_written_end, grad_gamma, chunk.coefficients, gates.beta, gates.eta
+        )
     )
 
 
-def _vector_gradients(
+def _row_gradients(
+    chunk: Chunk,
+    grad_scores: Tensor,
+    grad_read: Tensor,
+    grad_write: Tensor,
+    reading: Tensor,
+    writing: Tensor,
+    reader: ChunkReader,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of the normalised k, p (None when it is k) and q, [Z, C, K]."""
+    size = chunk.key.shape[1]
+
+    def product(name: str, left: Tensor, right: Tensor) -> Tensor:
+        return torch.bmm(left, right, out=reader.workspace.take(name, *chunk.key.shape))
+
+    grad_query = product("grad query", grad_scores[:, size:], chunk.key)
+    grad_probe = product("grad probe", grad_scores[:, :size], chunk.key)
+    gather_(grad_query, grad_read[:, size:], reading[:, size:])
+    gather_(grad_probe, grad_read[:, :size], reading[:, :size])
+    if reader.p is None:
+        grad_key = grad_probe.baddbmm_(grad_scores.mT, chunk.probe_query)
+    else:
+        grad_key = product("grad key", grad_scores.mT, chunk.probe_query)
+    gather_(grad_key, grad_write, writing)
+    return grad_key, None if reader.p is None else grad_probe, grad_query
+
+
+def _put_vector_gradients(
     chunk: Chunk,
     group: Group,
-    grad_probe_query: Tensor,
-    grad_scaled_key: Tensor,
-    grad_gates: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor | None, Tensor],
+    along_read: Tensor,
+    along_key: Tensor,
     grads: GradientWriters,
     reader: ChunkReader,
 ) -> None:
-    """Through khat = eta k, phat = alpha p and the norms. The inner products with the unit vectors serve the gates
-    too."""
-    size = grad_scaled_key.shape[1]
-    grad_log_alpha, grad_log_mu, grad_beta = grad_gates
-    grad_probe, grad_query = grad_probe_query[:, :size], grad_probe_query[:, size:]
-    scratch = chunk.scaled_key  # not needed any more
-
-    def inner(x: Tensor, y: Tensor) -> Tensor:
-        return torch.mul(x, y, out=scratch).sum(-1, keepdim=True)
-
-    along_query = inner(grad_query, chunk.query.rows)
-    grad_eta = inner(grad_scaled_key, chunk.key.rows)
-    along_probe = inner(grad_probe, chunk.probe.rows)
-    if reader.options.p_times_alpha:
-        alpha = chunk.gates.log_alpha.exp().unsqueeze(-1)
-        along_probe = along_probe * alpha
-        grad_log_alpha += along_probe.squeeze(-1)
-        grad_probe.mul_(alpha)
-
-    eta = chunk.gates.eta.unsqueeze(-1)
-    grad_key, along_key = grad_scaled_key.mul_(eta), grad_eta * eta
-    if grads.probe is None:
-        grad_key, along_key = grad_key.add_(grad_probe), along_key + along_probe
+    """Through the norms. ``along`` [Z, C] are the inner products of gradients and vectors."""
+    size = chunk.key.shape[1]
+    grad_key, grad_probe, grad_query = gradients
+    probe, query = chunk.probe_query[:, :size], chunk.probe_query[:, size:]
+    if grad_probe is None:
+        along_key = along_key + along_read[:, :size]
     else:
-        grads.probe.put(reader.raw_gradient(grad_probe, along_probe, chunk.probe), group)
-    grads.key.put(reader.raw_gradient(grad_key, along_key, chunk.key), group)
-    grads.query.put(reader.raw_gradient(grad_query, along_query, chunk.query), group)
-    grads.gates.put(torch.stack([grad_log_alpha, grad_log_mu, grad_beta, grad_eta.squeeze(-1)], dim=-1), group)
+        assert grads.probe is not None
+        reader.put_gradient(grads.probe, group, grad_probe, probe, along_read[:, :size], chunk.norms.probe)
+    reader.put_gradient(grads.key, group, grad_key, chunk.key, along_key, chunk.norms.key)
+    reader.put_gradient(grads.query, group, grad_query, query, along_read[:, size:], chunk.norms.query)
 
 
 def plan(q: Tensor, v: Tensor, boundaries: SequenceBoundaries | None, chunk_limit: int) -> tuple[Slab, ...]:

@@ -2,10 +2,13 @@
 
 The two states are stacked as X = [S; M], 2K x V, so that one chunk is four matrix products:
 
-    W  = V + read_P X            read_P = [-abar_prev P,  b_prev P]                C x 2K
-    R  = (I + A)^-1 W            A = (P Khat^T) * gamma_prev, strictly lower       C x C
-    O  = read_Q X + attend R     read_Q = [abar Q, -b Q], attend = (Q Khat^T) * gamma
-    X' = D X + write^T R         write = [gamma_C Khat, -mbar_C/mbar Khat], D mixes S and M by three scalars
+    W  = V + read_P X            read_P = [-abar_prev P,  b_prev P]                  C x 2K
+    R  = (I + A)^-1 W            A = (P K^T) * gamma_prev, strictly lower            C x C
+    O  = read_Q X + attend R     read_Q = [abar Q, -b Q], attend = (Q K^T) * gamma
+    X' = D X + write^T R         write = [gamma_C K, -written_C K], D mixes S and M by three scalars
+
+The rows of P, Q and K are the vectors as they came, normalised; eta is in gamma and in written (``coefficients.py``),
+and alpha multiplies the coefficients of P when the rule asks for it: a pass over C x C or less instead of C x K.
 
 Z = chunks of a group (``schedule.py``) x value heads. Large tensors live in the reader's workspace.
 """
@@ -17,26 +20,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader, Gates, Unit
-from mdn.ops.momentum_delta_rule.coefficients import momentum_coefficients, segment_decay
+from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader, Gates, InverseNorms
+from mdn.ops.momentum_delta_rule.coefficients import Coefficients, momentum_coefficients, segment_decay
 from mdn.ops.momentum_delta_rule.schedule import Group
 
 
 @dataclass
 class Chunk:
-    """Everything about a group's chunks that does not depend on the state. khat = eta k, phat = alpha p."""
+    """Everything about a group's chunks that does not depend on the state."""
 
     gates: Gates
-    key: Unit
-    probe: Unit  # the same object as key when p is not given
-    query: Unit
-    scaled_key: Tensor  # [Z, C, K]: khat
-    probe_query: Tensor  # [Z, 2C, K]: rows of phat, then rows of q
-    decay_alpha: Tensor  # [Z, C+1, C+1], as are the next two
-    decay_mu: Tensor
-    gamma: Tensor
-    scores: Tensor  # [Z, 2C, C]: probe_query khat^T
-    attend: Tensor  # [Z, C, C]: (q khat^T) * gamma
+    norms: InverseNorms
+    coefficients: Coefficients
+    alpha: Tensor | None  # [Z, C, 1]: what multiplies p; None for one
+    key: Tensor  # [Z, C, K], normalised like the next; the probes themselves when p is not given
+    probe_query: Tensor  # [Z, 2C, K]: rows of p, then rows of q
+    scores: Tensor  # [Z, 2C, C]: probe_query key^T
+    attend: Tensor  # [Z, C, C]: (q key^T) * gamma
     inverse: Tensor  # [Z, C, C]: (I + A)^-1
     read: Tensor  # [Z, 2C, 2K]: read_P, then read_Q
     write: Write
@@ -70,78 +70,68 @@ class Write:
 
 
 def prepare(reader: ChunkReader, group: Group) -> Chunk:
-    gates = reader.gates(group)
-    key = reader.unit("key", reader.k, group)
-    probe = key if reader.p is None else reader.unit("probe", reader.p, group)
-    pairs, size, width = key.rows.shape
+    gates, norms = reader.scalars(group)
+    (pairs, size), width = gates.eta.shape, reader.k.shape[-1]
     take = reader.workspace.take
     probe_query = take("probe and query", pairs, 2 * size, width)
-    query = reader.unit("query", reader.q, group, out=probe_query[:, size:])
-    if reader.options.p_times_alpha:
-        torch.mul(probe.rows, gates.log_alpha.exp().unsqueeze(-1), out=probe_query[:, :size])
+    reader.load(reader.q, group, probe_query[:, size:], norms.query)
+    if reader.p is None:
+        key = reader.load(reader.k, group, probe_query[:, :size], norms.key)
     else:
-        probe_query[:, :size] = probe.rows
-    scaled_key = torch.mul(key.rows, gates.eta.unsqueeze(-1), out=take("scaled key", pairs, size, width))
-    decay_alpha, decay_mu, gamma = momentum_coefficients(gates.log_alpha, gates.log_mu, gates.beta)
+        reader.load(reader.p, group, probe_query[:, :size], norms.probe)
+        key = reader.load(reader.k, group, take("key", pairs, size, width), norms.key)
+    alpha = gates.log_alpha.exp().unsqueeze(-1) if reader.options.p_times_alpha else None
+    coefficients = momentum_coefficients(gates.log_alpha, gates.log_mu, gates.beta, gates.eta)
+    gamma = coefficients.gamma
 
-    scores = torch.bmm(probe_query, scaled_key.mT, out=take("scores", pairs, 2 * size, size))
-    mixed = times_gamma(scores, gamma, out=take("mixed", pairs, 2 * size, size))
+    scores = torch.bmm(probe_query, key.mT, out=take("scores", pairs, 2 * size, size))
+    mixed = torch.mul(scores[:, :size], gamma[:, :-1, 1:], out=take("mixed", pairs, size, size))
+    if alpha is not None:
+        mixed.mul_(alpha)
     identity = torch.eye(size, dtype=gamma.dtype, device=gamma.device).expand(pairs, -1, -1)
-    inverse = torch.linalg.solve_triangular(mixed[:, :size], identity, upper=False, unitriangular=True)
-    writing, reading = write_coefficients(decay_mu, gamma), read_coefficients(decay_alpha, gamma)
-    write_rows = spread(scaled_key, writing, out=take("write", pairs, size, 2 * width))
-    ends = (decay_alpha[:, -1:, :1], gamma[:, -1:, :1], decay_mu[:, -1:, :1])
+    inverse = torch.linalg.solve_triangular(mixed, identity, upper=False, unitriangular=True)
+    attend = torch.mul(scores[:, size:], gamma[:, 1:, 1:], out=take("attend", pairs, size, size))
+    reading = read_coefficients(coefficients, alpha)
     read = spread(probe_query, reading, out=take("read", pairs, 2 * size, 2 * width))
-    return Chunk(
-        gates,
-        key,
-        probe,
-        query,
-        scaled_key,
-        probe_query,
-        decay_alpha,
-        decay_mu,
-        gamma,
-        scores,
-        mixed[:, size:],
-        inverse,
-        read,
-        Write(write_rows, *ends),
-    )
+    writing = write_coefficients(coefficients.written, gamma)
+    write_rows = spread(key, writing, out=take("write", pairs, size, 2 * width))
+    ends = (x[:, -1:, :1] for x in (coefficients.decay_alpha, gamma, coefficients.decay_mu))
+    write = Write(write_rows, *ends)
+    return Chunk(gates, norms, coefficients, alpha, key, probe_query, scores, attend, inverse, read, write)
 
 
 def write_only(reader: ChunkReader, group: Group) -> Write:
     """The part of ``prepare`` that advances the state, from the last rows alone."""
-    gates = reader.gates(group)
+    gates, norms = reader.scalars(group)
     decay_mu = segment_decay(gates.log_mu)
     from_here = gates.log_alpha.flip(-1).cumsum(-1).flip(-1)  # sum over l >= j
     after = torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], dim=1).exp()  # prod_{l > j} alpha_l
-    gamma_last = torch.bmm((after * gates.beta).unsqueeze(1), decay_mu[:, 1:])  # [Z, 1, C+1]
-    scaled_key = reader.unit("key", reader.k, group).rows.mul_(gates.eta.unsqueeze(-1))
-    pairs, size, width = scaled_key.shape
-    out = reader.workspace.take("write", pairs, size, 2 * width)
-    rows = spread(scaled_key, write_coefficients(decay_mu, gamma_last), out)
-    return Write(rows, from_here[:, :1, None].exp(), gamma_last[:, :, :1], decay_mu[:, -1:, :1])
+    decay_into_fast_weight = torch.bmm((after * gates.beta).unsqueeze(1), decay_mu[:, 1:])  # [Z, 1, C+1]
+    (pairs, size), width = gates.eta.shape, reader.k.shape[-1]
+    factors = write_coefficients(decay_mu, decay_into_fast_weight) * gates.eta.unsqueeze(-1)
+    key = reader.load(reader.k, group, reader.workspace.take("key", pairs, size, width), norms.key)
+    rows = spread(key, factors, out=reader.workspace.take("write", pairs, size, 2 * width))
+    return Write(rows, from_here[:, :1, None].exp(), decay_into_fast_weight[:, :, :1], decay_mu[:, -1:, :1])
 
 
-def times_gamma(rows: Tensor, gamma: Tensor, out: Tensor) -> Tensor:
-    """[Z, 2C, C] * gamma: rows of P see the state before their token, rows of Q the state after it."""
-    size = rows.shape[-1]
-    torch.mul(rows[:, :size], gamma[:, :-1, 1:], out=out[:, :size])
-    torch.mul(rows[:, size:], gamma[:, 1:, 1:], out=out[:, size:])
-    return out
-
-
-def read_coefficients(decay_alpha: Tensor, gamma: Tensor) -> Tensor:
+def read_coefficients(coefficients: Coefficients, alpha: Tensor | None) -> Tensor:
     """[Z, 2C, 2]: what multiplies the rows of P and Q in front of S and of M."""
-    before = torch.stack([-decay_alpha[:, :-1, 0], gamma[:, :-1, 0]], dim=-1)
-    after = torch.stack([decay_alpha[:, 1:, 0], -gamma[:, 1:, 0]], dim=-1)
-    return torch.cat([before, after], dim=1)
+    starts = torch.stack([coefficients.decay_alpha[..., 0], -coefficients.gamma[..., 0]], dim=-1)  # [Z, C+1, 2]
+    before = starts[:, :-1].neg()
+    return torch.cat([before if alpha is None else before.mul_(alpha), starts[:, 1:]], dim=1)
 
 
-def write_coefficients(decay_mu: Tensor, gamma: Tensor) -> Tensor:
+def write_coefficients(written: Tensor, gamma: Tensor) -> Tensor:
     """[Z, C, 2]: what a write of the chunk is worth in S and in M at its end. Takes whole matrices or last rows."""
-    return torch.stack([gamma[:, -1, 1:], -decay_mu[:, -1, 1:]], dim=-1)
+    return torch.stack([gamma[:, -1, 1:], -written[:, -1, 1:]], dim=-1)
+
+
+def times_gamma_(rows: Tensor, gamma: Tensor) -> Tensor:
+    """[Z, 2C, C] times gamma, in place: rows of P see the state before their token, rows of Q the state after it."""
+    size = rows.shape[-1]
+    rows[:, :size].mul_(gamma[:, :-1, 1:])
+    rows[:, size:].mul_(gamma[:, 1:, 1:])
+    return rows
 
 
 def spread(rows: Tensor, factors: Tensor, out: Tensor) -> Tensor:
