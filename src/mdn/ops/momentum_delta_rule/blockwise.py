@@ -24,7 +24,8 @@ def blockwise_pass(streams: list[Tensor], state: Tensor, block_size: int) -> tup
     batch, time, heads = streams[0].shape[:3]
     size = max(1, min(block_size, time))
     query, key, value, probe, log_alpha, log_mu, beta, eta = (_blocks(x, size) for x in streams)
-    coefficients = momentum_coefficients(*(x.flatten(0, 1) for x in (log_alpha, log_mu, beta, eta)))
+    gates = [x.flatten(0, 1) for x in (log_alpha, log_mu, beta, eta)]
+    coefficients = momentum_coefficients(gates[0], gates[1], gates[2], gates[3])
     of_blocks = (coefficients.decay_alpha, coefficients.decay_mu, coefficients.written, coefficients.gamma)
     decay_alpha, decay_mu, written, gamma = (x.unflatten(0, log_alpha.shape[:2]) for x in of_blocks)
     attend = query @ key.mT * gamma[..., 1:, 1:]

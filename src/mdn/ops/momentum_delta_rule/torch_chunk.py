@@ -81,7 +81,7 @@ def prepare(reader: ChunkReader, group: Group) -> Chunk:
         reader.load(reader.p, group, probe_query[:, :size], norms.probe)
         key = reader.load(reader.k, group, take("key", pairs, size, width), norms.key)
     alpha = gates.log_alpha.exp().unsqueeze(-1) if reader.options.p_times_alpha else None
-    coefficients = momentum_coefficients(gates.log_alpha, gates.log_mu, gates.beta, gates.eta)
+    coefficients = momentum_coefficients(gates.log_alpha, gates.log_mu, gates.beta, gates.eta, take)
     gamma = coefficients.gamma
 
     scores = torch.bmm(probe_query, key.mT, out=take("scores", pairs, 2 * size, size))
@@ -103,14 +103,15 @@ def prepare(reader: ChunkReader, group: Group) -> Chunk:
 def write_only(reader: ChunkReader, group: Group) -> Write:
     """The part of ``prepare`` that advances the state, from the last rows alone."""
     gates, norms = reader.scalars(group)
-    decay_mu = segment_decay(gates.log_mu)
+    (pairs, size), width = gates.eta.shape, reader.k.shape[-1]
+    take = reader.workspace.take
+    decay_mu = segment_decay(gates.log_mu, out=take("decays", pairs, size + 1, size + 1))
     from_here = gates.log_alpha.flip(-1).cumsum(-1).flip(-1)  # sum over l >= j
     after = torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], dim=1).exp()  # prod_{l > j} alpha_l
     decay_into_fast_weight = torch.bmm((after * gates.beta).unsqueeze(1), decay_mu[:, 1:])  # [Z, 1, C+1]
-    (pairs, size), width = gates.eta.shape, reader.k.shape[-1]
     factors = write_coefficients(decay_mu, decay_into_fast_weight) * gates.eta.unsqueeze(-1)
-    key = reader.load(reader.k, group, reader.workspace.take("key", pairs, size, width), norms.key)
-    rows = spread(key, factors, out=reader.workspace.take("write", pairs, size, 2 * width))
+    key = reader.load(reader.k, group, take("key", pairs, size, width), norms.key)
+    rows = spread(key, factors, out=take("write", pairs, size, 2 * width))
     return Write(rows, from_here[:, :1, None].exp(), decay_into_fast_weight[:, :, :1], decay_mu[:, -1:, :1])
 
 
