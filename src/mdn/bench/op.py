@@ -71,18 +71,34 @@ def measure_shape(shape: Shape, names: list[str], quick: bool) -> dict[str, Any]
 
 
 def measure_lengths(shape: Shape, names: list[str], quick: bool) -> dict[str, dict[int, float]]:
-    """Microseconds per token of each peer at each length, one row of the given heads. All lengths interleaved."""
-    limits = {name: LONGEST_PEER for name in names if name not in (peers.OURS, peers.NATIVE, peers.ATTENTION)}
-    limits[peers.ATTENTION] = LONGEST_ATTENTION
+    """Microseconds per token of each peer at each length, one row of the given heads. All lengths interleaved.
+
+    A sample is as many calls as make up the tokens of the peer's longest length: on a machine with other work, the
+    least of many short samples would be compared with the least of few long ones.
+    """
+    times = (64, 128) if quick else SWEEP
+    longest = dict.fromkeys(names, LONGEST_PEER) | {peers.ATTENTION: LONGEST_ATTENTION}
+    longest |= dict.fromkeys((peers.OURS, peers.NATIVE), max(times))
     calls: dict[tuple[str, int], Callable[[], object]] = {}
-    for time in (64, 128) if quick else SWEEP:
+    tokens = {name: max(time for time in times if time <= longest[name]) for name in names}
+    for time in times:
         inputs = make_inputs(Shape(1, time, shape.heads, shape.key_dim, shape.value_dim))
-        calls |= {(name, time): training_step(name, inputs) for name in names if time <= limits.get(name, time)}
-    seconds = interleaved(calls, repeats=2 if quick else 4, budget_seconds=2 if quick else 60, label="lengths")
+        for name in names:
+            if time <= longest[name]:
+                calls[name, time] = _repeated(training_step(name, inputs), tokens[name] // time)
+    seconds = interleaved(calls, repeats=2 if quick else 3, budget_seconds=2 if quick else 90, label="lengths")
     lengths: dict[str, dict[int, float]] = {name: {} for name in names}
     for (name, time), taken in seconds.items():
-        lengths[name][time] = taken / time * 1e6
+        lengths[name][time] = taken / tokens[name] * 1e6
     return lengths
+
+
+def _repeated(call: Callable[[], object], count: int) -> Callable[[], None]:
+    def calls() -> None:
+        for _ in range(count):
+            call()
+
+    return calls
 
 
 def measure_packing(shape: Shape, names: list[str], quick: bool) -> list[dict[str, Any]]:

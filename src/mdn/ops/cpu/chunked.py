@@ -15,9 +15,6 @@ from torch import Tensor
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.cpu.arguments import Options, address, check_heads, check_result, io_dtype, optional_values, values
 from mdn.ops.cpu.library import Problem, library
-from mdn.ops.memory import empty
-
-CPU = torch.device("cpu")
 
 SMALL = 2_000_000
 """multiply-adds below which waking other threads costs more than it saves"""
@@ -137,8 +134,8 @@ def _division(call: Call, longest: int) -> tuple[int, int]:
 
 
 def _forward(call: Call, save_residual: bool) -> tuple[Tensor, Tensor, Tensor]:
-    o = empty(call.value_shape, call.dtype, CPU)
-    residual = empty(call.value_shape if save_residual else (0,), torch.float32, CPU)
+    o = torch.empty(call.value_shape, dtype=call.dtype)
+    residual = torch.empty(call.value_shape if save_residual else 0, dtype=torch.float32)
     stacked = (2, *call.state_shape) if call.problem.has_momentum else call.state_shape
     final_state = torch.empty(stacked, dtype=torch.float32)
     call.give(o=o, residual=residual if save_residual else None)
@@ -173,8 +170,10 @@ def _backward(
     call.problem.float32_key_gradient = in_parts
     per_part = (call.batch, call.time, call.parts)
     key_dtype = torch.float32 if in_parts else call.dtype
-    dq, dk, dp = (empty((*per_part, call.key_dim), key_dtype, CPU) if w else None for w in (True, True, wants[0]))
-    dv = empty(call.value_shape, call.dtype, CPU)
+    dq, dk, dp = (
+        torch.empty((*per_part, call.key_dim), dtype=key_dtype) if w else None for w in (True, True, wants[0])
+    )
+    dv = torch.empty(call.value_shape, dtype=call.dtype)
     dgates = {name: None if gate is None else torch.empty(per_part) for name, gate in gates.items()}
     stacked = (2, *call.state_shape) if call.problem.has_momentum else call.state_shape
     dinitial = torch.empty(stacked) if wants[1] else None

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mdn.ops.l2norm import L2NORM_EPS
-from mdn.ops.memory import empty
 from mdn.ops.momentum_delta_rule.options import RuleOptions
 from mdn.ops.momentum_delta_rule.schedule import Group
 from mdn.ops.momentum_delta_rule.workspace import workspace_for
@@ -128,7 +127,7 @@ class ChunkWriter:
 
     @classmethod
     def like(cls, x: Tensor) -> ChunkWriter:
-        return cls(empty(x.shape, x.dtype, x.device))
+        return cls(torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
     def put(self, rows: Tensor, group: Group, factor: Tensor | float = 1.0) -> None:
         """Write ``factor * rows``; ``factor`` is a number or [Z, C]. May overwrite the rows."""

@@ -5,20 +5,21 @@ Outside [2, N, HV, K, V]; inside a slab (``schedule.py``) stacked per sequence a
 
 from __future__ import annotations
 
-from torch import Tensor, contiguous_format, dtype
+import torch
+from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader
 from mdn.ops.momentum_delta_rule.schedule import Group, Slab
-from mdn.ops.momentum_delta_rule.torch_chunk import Write, write_only
+from mdn.ops.momentum_delta_rule.torch_chunk import Write, write_to_end_of_group
 
 
 def starting_states(
-    initial_state: Tensor | None, q: Tensor, v: Tensor, boundaries: SequenceBoundaries | None, compute: dtype
+    initial_state: Tensor | None, q: Tensor, v: Tensor, boundaries: SequenceBoundaries | None, compute: torch.dtype
 ) -> Tensor:
     """[2, N, HV, K, V], a copy of the initial state or zeros."""
     if initial_state is not None:
-        return initial_state.to(compute, copy=True, memory_format=contiguous_format)
+        return initial_state.to(compute, copy=True, memory_format=torch.contiguous_format)
     sequences = v.shape[0] if boundaries is None else boundaries.num_sequences
     return v.new_zeros(2, sequences, v.shape[-2], q.shape[-1], v.shape[-1], dtype=compute)
 
@@ -36,16 +37,16 @@ def unstack(state: Tensor, states: Tensor, sequences: tuple[int, ...]) -> None:
 
 
 def group_start_states(reader: ChunkReader, slab: Slab, start: Tensor, residual: Tensor) -> list[Tensor]:
-    """The slab's state before each group, rebuilt from R."""
+    """The slab's state before each group (of the sequences that reach it), rebuilt from R."""
     states = [stacked(start, slab.sequences)]
     for group in slab.groups[:-1]:
-        write = write_only(reader, group)
+        write_rows, to_end = write_to_end_of_group(reader, group)
         errors = reader.values("errors", residual, group)
-        state = states[-1].clone()
+        before = states[-1][: len(to_end)]
+        state = torch.bmm(to_end, before.view(len(before), 2, -1)).view(before.shape)  # mixes S and M
         for first, end in group.rounds:
             z = slice(first * reader.heads, end * reader.heads)
-            current = state[: z.stop - z.start]
-            write.advance(current, errors[z], z, out=current)
+            state[: z.stop - z.start].baddbmm_(write_rows[z].mT, errors[z])
         states.append(state)
     return states
 

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.memory import empty
 from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader, ChunkWriter, GradientWriters
 from mdn.ops.momentum_delta_rule.chunk_states import (
     group_start_states,
@@ -61,7 +60,7 @@ def forward(
     reader = ChunkReader(q, k, v, p, log_alpha, log_mu, beta, eta, options, dtype)
     final_state = starting_states(initial_state, q, v, boundaries, dtype)
     o = ChunkWriter.like(v)
-    residual = ChunkWriter(empty(v.shape if save_residual else (0,), dtype, v.device))
+    residual = ChunkWriter(v.new_empty(v.shape if save_residual else (0,), dtype=dtype))
     for slab in plan(q, v, boundaries, options.chunk_size):
         state = stacked(final_state, slab.sequences)
         for group in slab.groups:

@@ -100,8 +100,12 @@ def prepare(reader: ChunkReader, group: Group) -> Chunk:
     return Chunk(gates, norms, coefficients, alpha, key, probe_query, scores, attend, inverse, read, write)
 
 
-def write_only(reader: ChunkReader, group: Group) -> Write:
-    """The part of ``prepare`` that advances the state, from the last rows alone."""
+def write_to_end_of_group(reader: ChunkReader, group: Group) -> tuple[Tensor, Tensor]:
+    """What takes the states from the group's start to its end, X_end = to_end X + sum over chunks of rows^T R.
+
+    Like ``write`` and D of ``prepare``, from the last rows of the coefficients alone, but with what the later chunks
+    of the group do to a write: rows [Z, C, 2K] and to_end [sequences * heads, 2, 2].
+    """
     gates, norms = reader.scalars(group)
     (pairs, size), width = gates.eta.shape, reader.k.shape[-1]
     take = reader.workspace.take
@@ -110,9 +114,22 @@ def write_only(reader: ChunkReader, group: Group) -> Write:
     after = torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], dim=1).exp()  # prod_{l > j} alpha_l
     decay_into_fast_weight = torch.bmm((after * gates.beta).unsqueeze(1), decay_mu[:, 1:])  # [Z, 1, C+1]
     factors = write_coefficients(decay_mu, decay_into_fast_weight) * gates.eta.unsqueeze(-1)
+    keep_fast_weight, leak_momentum, keep_momentum = (
+        from_here[:, 0].exp(),
+        decay_into_fast_weight[:, 0, 0],
+        decay_mu[:, -1, 0],
+    )
+    mix = torch.stack([keep_fast_weight, -leak_momentum, torch.zeros_like(leak_momentum), keep_momentum], dim=-1)
+    mix = mix.view(-1, 2, 2)
+
+    to_end = torch.eye(2, dtype=mix.dtype, device=mix.device).repeat(group.rounds[0][1] * reader.heads, 1, 1)
+    for first, end in reversed(group.rounds):
+        z = slice(first * reader.heads, end * reader.heads)
+        later = to_end[: z.stop - z.start]
+        factors[z] = torch.bmm(factors[z], later.mT)
+        later.copy_(torch.bmm(later, mix[z]))
     key = reader.load(reader.k, group, take("key", pairs, size, width), norms.key)
-    rows = spread(key, factors, out=take("write", pairs, size, 2 * width))
-    return Write(rows, from_here[:, :1, None].exp(), decay_into_fast_weight[:, :, :1], decay_mu[:, -1:, :1])
+    return spread(key, factors, out=take("write", pairs, size, 2 * width)), to_end
 
 
 def read_coefficients(coefficients: Coefficients, alpha: Tensor | None) -> Tensor:

@@ -14,8 +14,6 @@ import threading
 import torch
 from torch import Tensor
 
-from mdn.ops.memory import empty
-
 KEPT_BYTES = 128 * 2**20
 """A thread that needed more than this in one call gives everything back after it."""
 
@@ -39,7 +37,7 @@ class Workspace:
         block = self._blocks.get(name)
         if block is None or len(block) < count:
             with torch.inference_mode(False):  # what is made in inference mode could not be written outside of it
-                block = self._blocks[name] = empty((count,), self.dtype, self.device)
+                block = self._blocks[name] = torch.empty(count, dtype=self.dtype, device=self.device)
             self._views = {key: view for key, view in self._views.items() if key[0] != name}
         return block
 
