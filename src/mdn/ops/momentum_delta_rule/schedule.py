@@ -73,9 +73,11 @@ class Slab:
 
 
 @lru_cache(maxsize=64)
-def choose_chunk_size(limit: int, lengths: tuple[int, ...], heads: int, key_dim: int, value_dim: int, most: int) -> int:
+def choose_chunk_size(
+    limit: int, lengths: tuple[int, ...], heads: int, key_dim: int, value_dim: int, rows: int, states: int
+) -> int:
     """The size from 16 up to ``limit`` with the least estimated time: products on whole chunks, passes over states and
-    coefficients, and a cost per round.
+    coefficients, and a cost per round. At most ``rows`` and ``states`` are worked on at once.
 
     Long chunks waste padding and work that grows with C; short ones mean more rounds and more passes over the states.
     """
@@ -87,7 +89,7 @@ def choose_chunk_size(limit: int, lengths: tuple[int, ...], heads: int, key_dim:
         chunks = sum(-(-length // size) for length in lengths)
         products = size * (40 * key_dim * value_dim + size * (12 * value_dim + 16 * key_dim)) / FLOPS_PER_SECOND
         passes = 2 * key_dim * value_dim * SECONDS_PER_STATE_ENTRY + size**2 * SECONDS_PER_MASK_ENTRY
-        rounds = max(-(-longest // size), chunks * heads / most)
+        rounds = max(-(-longest // size), chunks * heads / min(rows // size, states))
         return heads * chunks * (products + passes) + rounds * SECONDS_PER_ROUND
 
     sizes = [16 * 2**i for i in range(5) if 16 * 2**i < limit]

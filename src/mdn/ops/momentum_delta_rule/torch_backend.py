@@ -37,8 +37,8 @@ from mdn.ops.momentum_delta_rule.torch_chunk import (
 
 __all__ = ["backward", "forward", "step_"]
 
-# (chunk, head) pairs worked on at once, and bytes of their states: larger batches of products fall out of the caches.
-PAIRS_AT_ONCE = 128
+# Rows (tokens of a head) worked on at once, and bytes of the states: larger batches of products fall out of the caches.
+ROWS_AT_ONCE = 8192
 STATE_BYTES_AT_ONCE = 16 * 2**20
 
 
@@ -293,6 +293,6 @@ def _put_vector_gradients(
 def plan(q: Tensor, v: Tensor, boundaries: SequenceBoundaries | None, chunk_limit: int) -> tuple[Slab, ...]:
     starts, lengths = sequences_of(v.shape[0], v.shape[1], boundaries)
     one_state = 2 * q.shape[-1] * v.shape[-1] * compute_dtype(q).itemsize
-    most = min(PAIRS_AT_ONCE, max(1, STATE_BYTES_AT_ONCE // one_state))
-    size = choose_chunk_size(chunk_limit, lengths, v.shape[-2], q.shape[-1], v.shape[-1], most)
-    return make_schedule(starts, lengths, size, v.shape[-2], most, v.device)
+    states = max(1, STATE_BYTES_AT_ONCE // one_state)
+    size = choose_chunk_size(chunk_limit, lengths, v.shape[-2], q.shape[-1], v.shape[-1], ROWS_AT_ONCE, states)
+    return make_schedule(starts, lengths, size, v.shape[-2], min(ROWS_AT_ONCE // size, states), v.device)
