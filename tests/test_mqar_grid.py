@@ -82,7 +82,7 @@ def test_a_mixer_learns_the_easiest_segment(recipe_file):
 
 def test_the_grid_writes_a_file_per_cell_and_runs_only_what_is_missing(recipe_file, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    monkeypatch.setattr(grid, "_completed", _completed_in_this_process)
+    monkeypatch.setattr(grid, "completed", _completed_in_this_process)
     recipe = load_mqar_recipe(recipe_file)
     first = grid.run_grid(recipe, out, processes=1)
     assert sorted(path.stem for path in (out / "cells").iterdir()) == sorted(cell.name for cell in recipe.cells())
@@ -96,17 +96,17 @@ def test_the_grid_writes_a_file_per_cell_and_runs_only_what_is_missing(recipe_fi
     }
 
 
-def _completed_in_this_process(pool, recipe, cells, save_to):
-    for cell in cells:
-        _completed_in_this_process.seen.append(cell.name)
-        yield run_cell(recipe, cell)
+def _completed_in_this_process(job, jobs, processes):
+    for arguments in jobs:
+        _completed_in_this_process.seen.append(arguments[1].name)
+        yield job(*arguments)
 
 
 _completed_in_this_process.seen = []
 
 
 def test_results_of_another_recipe_are_refused_and_kept(recipe_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(grid, "_completed", _completed_in_this_process)
+    monkeypatch.setattr(grid, "completed", _completed_in_this_process)
     one = load_mqar_recipe(recipe_file, ["seeds=[0]", "mixers={linear_attention: {}}"])
     grid.run_grid(one, tmp_path / "out", processes=1)
     path = grid.cell_path(tmp_path / "out", one.cells()[0])

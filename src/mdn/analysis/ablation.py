@@ -28,12 +28,15 @@ from mdn.training.data import prepare_data
 from mdn.training.files import exclusive_lock, write_atomically
 from mdn.training.metrics import read_metrics
 from mdn.training.non_finite import NonFiniteError
+from mdn.training.progress import progress
 from mdn.training.recipe import validate
 from mdn.training.run import train
 from mdn.training.schema import Recipe
+from mdn.training.workers import completed
 
 GROWTH_TOKENS = 2048
 EXACT, PAPER = "exact", "paper"
+RESULT = "result.json"
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,17 @@ def recipe_of(cell: Cell, scale: Scale, run_dir: Path) -> Recipe:
     )
 
 
+def run_grid(grid: list[Cell], scale: Scale, out: Path, processes: int) -> list[dict[str, Any]]:
+    """The results of the cells, in their order; trains those that are missing (``processes`` = 0: leaves them out)."""
+    finished = {cell for cell in grid if (cell.directory(out) / RESULT).is_file()}
+    missing = [(cell, scale, out) for cell in grid if cell not in finished] if processes else []
+    with progress(total=len(grid), initial=len(finished), desc="ablations", unit="cell", disable=not missing) as bar:
+        for result in completed(run_cell, missing, processes) if missing else ():
+            bar.set_postfix_str(f"{result['row']}, seed {result['seed']}, {result['arithmetic']}", refresh=False)
+            bar.update(1)
+    return [run_cell(cell, scale, out) for cell in grid if processes or cell in finished]
+
+
 def run_cell(cell: Cell, scale: Scale, out: Path) -> dict[str, Any]:
     """Train (or go on, or only read) one cell; its result is also in ``result.json`` of its directory.
 
@@ -127,7 +141,7 @@ def run_cell(cell: Cell, scale: Scale, out: Path) -> dict[str, Any]:
 
 
 def _run_cell(cell: Cell, scale: Scale, run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "result.json"
+    path = run_dir / RESULT
     settings = scale.settings(cell.arithmetic)
     if path.is_file():
         result = json.loads(path.read_text())

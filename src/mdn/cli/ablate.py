@@ -22,14 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a step (2048)")
     parser.add_argument("--text", metavar="PATH", help="train on this file or folder (the Python standard library)")
     parser.add_argument("--out", type=Path, default=Path("runs/ablate"), help="where the runs are (runs/ablate)")
+    parser.add_argument("--processes", type=int, help="cells at the same time, one thread each (one per core)")
     parser.add_argument("--only-read", action="store_true", help="train nothing: the table of what is there")
     add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    from mdn.analysis.ablation import Scale, cells, run_cell
+    from mdn.analysis.ablation import Scale, cells, run_grid
     from mdn.analysis.ablation_rows import choose_rows
     from mdn.analysis.ablation_table import draw, summarise, table
+    from mdn.training.workers import processes_from
 
     if args.seeds < 1 or args.paper_seeds < 0:
         raise ValueError(
@@ -37,19 +39,13 @@ def run(args: argparse.Namespace) -> None:
         )
     scale = Scale(steps=args.steps, paper_steps=args.paper_steps, batch_tokens=args.batch_tokens, text=args.text)
     grid = cells(choose_rows(args.rows), args.seeds, args.paper_seeds)
-    results = []
-    for number, cell in enumerate(grid, start=1):
-        done = (cell.directory(args.out) / "result.json").is_file()
-        if args.only_read and not done:
-            continue
-        if not done:
-            print(f"[{number}/{len(grid)}] {cell.row}, seed {cell.seed}, {cell.arithmetic} arithmetic", flush=True)
-        results.append(run_cell(cell, scale, args.out))
+    results = run_grid(grid, scale, args.out, 0 if args.only_read else processes_from(args.processes))
     if not results:
         raise ValueError(f"--out {args.out} holds no finished cell of these rows")
     rows = summarise(results)
     print(table(rows))
-    print(f"\n{len(results)} of {len(grid)} cells, {sum(r['seconds'] for r in results) / 60:.1f} minutes of training")
+    minutes = sum(result["seconds"] for result in results) / 60
+    print(f"\n{len(results)} of {len(grid)} cells, {minutes:.1f} minutes of training")
     found = {"scale": vars(scale), "cells": len(results), "of": len(grid), "rows": rows}
     write_results(args.json, "ablations", found)
     if args.plot is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 HELP = "multi-query associative recall: a grid of mixers, learning rates and seeds, with a table and a figure"
@@ -25,10 +24,9 @@ def run(args: argparse.Namespace) -> None:
     from mdn.evaluation.mqar.grid import finished, run_grid
     from mdn.evaluation.mqar.recipe import load_mqar_recipe
     from mdn.evaluation.provenance import provenance
+    from mdn.training.workers import processes_from
 
-    processes = (os.cpu_count() or 1) if args.processes is None else args.processes
-    if processes < 1:
-        raise ValueError(f"--processes must be at least 1, got {processes}")
+    processes = processes_from(args.processes)
     recipe = load_mqar_recipe(args.recipe, args.overrides)
     out = args.out or Path("runs") / recipe.name
     if args.list:

@@ -8,11 +8,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+silent = False
+"""True in a process that works for another one"""
+
 
 def progress(iterable: Any = None, **options: Any) -> Any:
     """tqdm; into a file or a log it writes a line every ten seconds instead of a moving bar."""
     interval = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(iterable, mininterval=interval, **options)
+    return tqdm(iterable, mininterval=interval, **({"disable": silent} | options))
 
 
 class ProgressBar:
@@ -25,7 +28,7 @@ class ProgressBar:
             initial=done,
             desc="train",
             unit="step",
-            disable=not show,
+            disable=silent or not show,
             bar_format="{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )
 

@@ -6,21 +6,16 @@ OUT/recipe.yaml, OUT/cells/<mixer>-d<size>-lr<rate>-seed<seed>.json, and if aske
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from mdn.evaluation.mqar.recipe import Cell, MqarRecipe
 from mdn.evaluation.mqar.train import run_cell
 from mdn.training.files import write_atomically
 from mdn.training.progress import progress
+from mdn.training.workers import completed
 
 
 def cell_path(out: Path, cell: Cell) -> Path:
@@ -52,8 +47,9 @@ def run_grid(recipe: MqarRecipe, out: Path, processes: int, save_models: bool = 
     write_atomically(out / "recipe.yaml", content.encode())
     missing = [cell for cell in recipe.cells() if cell.name not in results]
     bar = progress(total=len(recipe.cells()), initial=len(results), desc=recipe.name, unit="cell")
-    with bar, _pool(min(processes, max(1, len(missing)))) as pool:
-        for result in _completed(pool, recipe, missing, out / "models" if save_models else None):
+    save_to = out / "models" if save_models else None
+    with bar:
+        for result in completed(run_cell, [(recipe, cell, save_to) for cell in missing], processes):
             cell = Cell.model_validate(result["cell"])
             write_atomically(cell_path(out, cell), (json.dumps(result, indent=1) + "\n").encode())
             results[cell.name] = result
@@ -64,33 +60,3 @@ def run_grid(recipe: MqarRecipe, out: Path, processes: int, save_models: bool = 
 
 def mean_accuracy(result: dict[str, Any]) -> float:
     return sum(result["accuracy"].values()) / len(result["accuracy"])
-
-
-@contextmanager
-def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Spawned workers: forking a process that holds torch's threads is not safe."""
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_one_thread)
-    try:
-        yield pool
-    except BaseException:
-        for worker in list((pool._processes or {}).values()):
-            worker.terminate()
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _one_thread() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-
-
-def _completed(
-    pool: ProcessPoolExecutor, recipe: MqarRecipe, cells: list[Cell], save_to: Path | None
-) -> Iterator[dict[str, Any]]:
-    running: set[Future[dict[str, Any]]] = {pool.submit(run_cell, recipe, cell, save_to) for cell in cells}
-    while running:
-        done, running = wait(running, return_when=FIRST_COMPLETED)
-        for future in done:
-            yield future.result()
