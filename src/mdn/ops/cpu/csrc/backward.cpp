@@ -100,8 +100,11 @@ void rebuild_states(const Unit& unit, Workspace& ws, long chunks) {
         ws.keys.load_k<Element>(unit, at.token, at.tokens, ws.gates.rows);
         for (long column = 0; column < unit.columns; column += kWidth) {
             load_residual_panel(at, ws, column);
+            const bool last = column + kWidth >= unit.columns;
+            const Ahead ahead = unit.values_ahead<float>(problem.residual, last ? at.token + problem.chunk : at.token,
+                                                         last ? 0 : column + kWidth);
             advance_states(problem, ws.gates, ws.keys, ws.before(chunk).panel(column), ws.before(chunk + 1).panel(column),
-                           ws.panel, ws.write);
+                           ws.panel, ws.write, ahead);
         }
     }
 }
@@ -154,14 +157,21 @@ void find_value_gradient(const Place& at, Workspace& ws, long column) {
             ws.read_columns + first * stride + first, stride, dout + first * ws.state_stride, ws.state_stride, rows - first,
             [&](int r, const Row& sum) { store(du + (first + r) * ws.state_stride, sum); });
     });
-    const auto add_scaled = [&](const float* gradient, const float* factor) {
+    const Ahead dv_ahead = at.unit.values_ahead<Element>(problem.dv, at.token, column);
+    const Ahead grad_o_ahead = at.unit.values_ahead<Element>(problem.grad_o, at.token, column + kWidth);
+    const Ahead residual_ahead = at.unit.values_ahead<float>(problem.residual, at.token, column + kWidth);
+    const auto ask_ahead = [&](long i) {
+        for (const Ahead* ahead : {&dv_ahead, &grad_o_ahead, &residual_ahead}) ahead->row(i);
+    };
+    const auto add_scaled = [&](const float* gradient, const float* factor, auto&& meanwhile) {
         multiply(ws.keys.k, ws.keys.stride, gradient + column, ws.state_stride, rows, at.key_dim, [&](long i, const Row& sum) {
+            meanwhile(i);
             store(du + i * ws.state_stride, load(du + i * ws.state_stride) + sum * factor[i]);
         });
     };
     if (!at.gradient_is_zero) {
-        add_scaled(ws.gradient.state, gates.write_state);
-        if (problem.has_momentum) add_scaled(ws.gradient.momentum, gates.write_momentum);
+        add_scaled(ws.gradient.state, gates.write_state, ask_ahead);
+        if (problem.has_momentum) add_scaled(ws.gradient.momentum, gates.write_momentum, [](long) {});
     }
     if (problem.has_erase) solve_upwards(du, ws.state_stride, ws.erase_columns, stride, rows);
     store_matrix(static_cast<Element*>(problem.dv) + at.unit.value_at(at.token) + column, at.unit.value_stride(), du,
@@ -172,54 +182,49 @@ void find_value_gradient(const Place& at, Workspace& ws, long column) {
     transpose(ws.residual_columns + column * stride, stride, ws.panel, kWidth, rows, kWidth);
 }
 
-// The parts of dq, dk, dp that go through one state: for 16 tokens, gradient[:, tokens] (+)= factor * (state @ columns), and
-// the factors' own gradient, sum over rows of x * (state @ columns).
+// The parts of dq, dk, dp that go through one state: gradient (+)= factor * (state @ columns), [K, C], and the factors' own
+// gradient, sum over rows of x * (state @ columns).
 void through_state(const Place& at, const Workspace& ws, const float* state, const float* columns, const float* x,
                    long x_stride, const float* factor, float sign, float* gradient, bool first, float* factor_gradient) {
     const long stride = ws.keys.columns_stride;
-    const Row scaled = load(factor) * sign;
-    Row dots = zeros();
-    multiply(state, ws.state_stride, columns, stride, at.key_dim, round_up(at.unit.columns), [&](long i, const Row& sum) {
-        dots = dots + load(x + i * x_stride) * sum;
-        const Row before = first ? zeros() : load(gradient + i * stride);
-        store(gradient + i * stride, before + sum * scaled);
-    });
-    store(factor_gradient, dots * sign);
+    for (long t = 0; t < ws.gates.rows; t += kWidth) {
+        const Row scaled = load(factor + t) * sign;
+        Row dots = zeros();
+        multiply(state, ws.state_stride, columns + t, stride, at.key_dim, round_up(at.unit.columns), [&](long i, const Row& sum) {
+            dots = dots + load(x + i * x_stride + t) * sum;
+            const Row before = first ? zeros() : load(gradient + i * stride + t);
+            store(gradient + i * stride + t, before + sum * scaled);
+        });
+        store(factor_gradient + t, dots * sign);
+    }
 }
 
+// One state after the other: S, M, dS, dM together do not fit into the L2 cache.
 void find_key_gradients_through_states(const Place& at, Workspace& ws) {
     const Gates& gates = ws.gates;
     GateGradients& d = ws.gate_gradients;
     const long stride = ws.keys.columns_stride, wide = row_stride(2 * gates.rows);
-    const bool momentum = at.problem.has_momentum;
-    const States before = ws.before(at.index);
+    const bool momentum = at.problem.has_momentum, erase = at.problem.has_erase;
+    const float *q = ws.qp_columns, *p = ws.qp_columns + gates.rows, *k = ws.keys.k_columns;
+    const float *dout = ws.dout_columns, *du = ws.du_columns, *residual = ws.residual_columns;
+    float *dq = ws.dq_columns, *dp = ws.dp_columns, *dk = ws.dk_columns;
     if (at.state_is_zero) {
-        fill_zeros(ws.dq_columns, at.key_dim * stride);
-        fill_zeros(ws.dp_columns, at.key_dim * stride);
+        fill_zeros(dq, at.key_dim * stride);
+        fill_zeros(dp, at.key_dim * stride);
+    } else {
+        const States before = ws.before(at.index);
+        through_state(at, ws, before.state, dout, q, wide, gates.abar + 1, 1, dq, true, d.abar);
+        if (erase) through_state(at, ws, before.state, du, p, wide, gates.abar, -1, dp, true, d.abar_prev);
+        if (momentum) through_state(at, ws, before.momentum, dout, q, wide, gates.b + 1, -1, dq, false, d.b);
+        if (momentum && erase) through_state(at, ws, before.momentum, du, p, wide, gates.b, 1, dp, false, d.b_prev);
     }
-    if (at.gradient_is_zero) fill_zeros(ws.dk_columns, at.key_dim * stride);
-    for (long t = 0; t < gates.rows; t += kWidth) {
-        const float *q = ws.qp_columns + t, *p = ws.qp_columns + gates.rows + t;
-        if (!at.state_is_zero) {
-            const float* columns = ws.dout_columns + t;
-            float* dq = ws.dq_columns + t;
-            through_state(at, ws, before.state, columns, q, wide, gates.abar + 1 + t, 1, dq, true, d.abar + t);
-            if (momentum) through_state(at, ws, before.momentum, columns, q, wide, gates.b + 1 + t, -1, dq, false, d.b + t);
-        }
-        if (!at.state_is_zero && at.problem.has_erase) {
-            const float* columns = ws.du_columns + t;
-            float* dp = ws.dp_columns + t;
-            through_state(at, ws, before.state, columns, p, wide, gates.abar + t, -1, dp, true, d.abar_prev + t);
-            if (momentum) through_state(at, ws, before.momentum, columns, p, wide, gates.b + t, 1, dp, false, d.b_prev + t);
-        }
-        if (!at.gradient_is_zero) {
-            const float *columns = ws.residual_columns + t, *k = ws.keys.k_columns + t;
-            float* dk = ws.dk_columns + t;
-            through_state(at, ws, ws.gradient.state, columns, k, stride, gates.write_state + t, 1, dk, true, d.write_state + t);
-            if (momentum)
-                through_state(at, ws, ws.gradient.momentum, columns, k, stride, gates.write_momentum + t, 1, dk, false,
-                              d.write_momentum + t);
-        }
+    if (at.gradient_is_zero) {
+        fill_zeros(dk, at.key_dim * stride);
+    } else {
+        const States& after = ws.gradient;
+        through_state(at, ws, after.state, residual, k, stride, gates.write_state, 1, dk, true, d.write_state);
+        if (momentum)
+            through_state(at, ws, after.momentum, residual, k, stride, gates.write_momentum, 1, dk, false, d.write_momentum);
     }
 }
 
@@ -273,12 +278,14 @@ MDN_FLATTEN void find_state_gradients(const Place& at, Workspace& ws, long colum
             store(ws.write + (rows + i) * kWidth, load(ws.du + i * stride + column) * (-sign * factor_of_du[i]));
         }
     };
+    const Ahead state_ahead(before.state, stride, at.key_dim), momentum_ahead(before.momentum + kWidth, stride, at.key_dim - 1);
     Row decay_dots = zeros(), b_dots = zeros(), momentum_dots = zeros();
     if (at.problem.has_momentum) {
         stack(gates.b + 1, gates.b, -1);
         multiply(ws.qp_columns, wide, ws.write, kWidth, at.key_dim, depth, [&](long i, const Row& sum) {
             const Row ds = load(gradient.state + i * stride), dm = load(gradient.momentum + i * stride);
             const Row momentum = load(before.momentum + i * stride);
+            state_ahead.row(i);
             b_dots = b_dots - ds * momentum;
             momentum_dots = momentum_dots + dm * momentum;
             store(gradient.momentum + i * stride, dm * momentum_decay - ds * b + sum);
@@ -287,6 +294,7 @@ MDN_FLATTEN void find_state_gradients(const Place& at, Workspace& ws, long colum
     stack(gates.abar + 1, gates.abar, 1);
     multiply(ws.qp_columns, wide, ws.write, kWidth, at.key_dim, depth, [&](long i, const Row& sum) {
         const Row ds = load(gradient.state + i * stride);
+        momentum_ahead.row(i);
         decay_dots = decay_dots + ds * load(before.state + i * stride);
         store(gradient.state + i * stride, ds * decay + sum);
     });

@@ -4,6 +4,8 @@
 // k = p = q = v = 0, alpha = mu = 1, beta = eta = 0 and so changes nothing.
 #pragma once
 
+#include <algorithm>
+
 #include "memory.h"
 #include "problem.h"
 
@@ -40,6 +42,20 @@ struct Unit {
     }
     long key_stride() const { return problem.key_heads * problem.key_dim; }
     long value_stride() const { return problem.value_heads * problem.value_dim; }
+
+    // Sixteen columns of a [T, HV, V] or [T, H, K] tensor for the chunk at `token`; nothing outside the sequence or the tensor.
+    template <class Element>
+    Ahead values_ahead(const void* tensor, long token, long column) const {
+        if (tensor == nullptr || token < 0 || token >= tokens || column >= columns) return {};
+        const Element* first = static_cast<const Element*>(tensor) + value_at(token) + column;
+        return {first, value_stride(), std::min<long>(problem.chunk, tokens - token)};
+    }
+    template <class Element>
+    Ahead keys_ahead(const void* tensor, long token, long column) const {
+        if (tensor == nullptr || token < 0 || token >= tokens || column >= problem.key_dim) return {};
+        const Element* first = static_cast<const Element*>(tensor) + key_at(token) + column;
+        return {first, key_stride(), std::min<long>(problem.chunk, tokens - token)};
+    }
 };
 
 // Gate coefficients. Row i + 1 of gamma, lmu and element i + 1 of abar, b belong to token i; row 0 is the chunk's start, so

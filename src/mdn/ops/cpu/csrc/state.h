@@ -1,8 +1,6 @@
 // The states S and M of one unit, [K, V] in scratch memory, and how a chunk moves them on.
 #pragma once
 
-#include <algorithm>
-
 #include "chunk.h"
 
 namespace mdn {
@@ -37,9 +35,9 @@ struct StatePanel {
 };
 
 // S' = abar_C S - b_C M + K^T diag(write_state) R;  M' = mbar_C M + K^T diag(write_momentum) R, for one panel.
-// `after` may be `before`. `residual` and the scratch `write` are [C, 16].
+// `after` may be `before`. `residual` and the scratch `write` are [C, 16]. `ahead` is what the next panel begins with.
 inline void advance_states(const MdnProblem& problem, const Gates& gates, const Keys& keys, const StatePanel& before,
-                           const StatePanel& after, const float* residual, float* write) {
+                           const StatePanel& after, const float* residual, float* write, const Ahead& ahead) {
     const long rows = gates.rows, key_dim = round_up(problem.key_dim), stride = before.stride;
     const float decay = gates.decay(), b = gates.b[rows], momentum_decay = gates.momentum_decay();
     const auto scaled_residual = [&](const float* factor) {
@@ -48,11 +46,13 @@ inline void advance_states(const MdnProblem& problem, const Gates& gates, const 
     scaled_residual(gates.write_state);
     if (!problem.has_momentum) {
         multiply(keys.k_columns, keys.columns_stride, write, kWidth, key_dim, rows, [&](long i, const Row& sum) {
+            ahead.row(i);
             store(after.state + i * stride, load(before.state + i * stride) * decay + sum);
         });
         return;
     }
     multiply(keys.k_columns, keys.columns_stride, write, kWidth, key_dim, rows, [&](long i, const Row& sum) {
+        ahead.row(i);
         const Row kept = load(before.state + i * stride) * decay - load(before.momentum + i * stride) * b;
         store(after.state + i * stride, kept + sum);
     });
