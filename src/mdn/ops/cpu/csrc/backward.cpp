@@ -36,7 +36,6 @@ struct Workspace {
     float *dout, *du;                            // [C, V]
     float *dout_columns, *du_columns, *residual_columns;  // [V, C]
     float *panel, *write;                        // [C, 16] and [2 C, 16]
-    float* raw_key;                              // [K]
     float* rebuilt;                              // [chunks, 2, K, V]: states at the start of each chunk
     States gradient;                             // dS and dM
 
@@ -53,7 +52,6 @@ struct Workspace {
         for (float** x : {&dout, &du}) *x = arena.take(chunk * state_stride);
         for (float** x : {&dout_columns, &du_columns, &residual_columns}) *x = arena.take(round_up(columns) * square_stride);
         panel = arena.take(chunk * kWidth), write = arena.take(2 * chunk * kWidth);
-        raw_key = arena.take(key_dim);
         gradient = {arena.take(states_size), arena.take(states_size), state_stride};
         rebuilt = arena.take(chunks * 2 * states_size);
     }
@@ -303,63 +301,75 @@ MDN_FLATTEN void find_state_gradients(const Place& at, Workspace& ws, long colum
     ws.gate_gradients.last_mbar += total(momentum_dots);
 }
 
-// From the gradient of the normalised rows, [K, C], to the gradient of the caller's tensor. `rows` is scratch, [C, K].
-template <class Output, class Input>
-void store_key_gradient(const Place& at, const Workspace& ws, void* to, const void* input, const float* columns, float factor,
-                        float* rows) {
-    float* raw = ws.raw_key;
-    const long dim = at.problem.key_dim, stride = ws.keys.stride;
-    transpose(rows, stride, columns, ws.keys.columns_stride, at.key_dim, ws.gates.rows);
-    for (long i = 0; i < at.tokens; ++i) {
-        float* dy = rows + i * stride;
-        scale_row(dy, factor, at.key_dim);
-        if (at.problem.l2norm) {
-            load_padded(raw, static_cast<const Input*>(input) + at.unit.key_at(at.token + i), dim, at.key_dim);
-            const float inverse = inverse_norm(raw, at.key_dim);
-            const float along = dot(raw, dy, at.key_dim) * inverse * inverse;
-            for (long c = 0; c < at.key_dim; c += kWidth)
-                store(dy + c, (load(dy + c) - load(raw + c) * along) * inverse);
+// P = alpha P: its share of dlog_alpha. Without a p of its own, dP then becomes a part of dK.
+void undo_prediction(const Place& at, Workspace& ws) {
+    const long rows = ws.gates.rows, stride = ws.keys.columns_stride, wide = row_stride(2 * rows);
+    const bool times_alpha = at.problem.p_times_alpha, is_k = at.problem.p == nullptr;
+    for (long t = 0; t < rows; t += kWidth) {
+        const Row factor = times_alpha ? load(ws.gates.alpha + t) : filled(1);
+        Row dots = zeros();
+        for (long i = 0; i < at.key_dim; ++i) {
+            const Row dp = load(ws.dp_columns + i * stride + t);
+            float* dk = ws.dk_columns + i * stride + t;
+            dots = dots + dp * load(ws.qp_columns + i * wide + rows + t);
+            if (is_k) store(dk, load(dk) + dp * factor);
         }
-        store_row(static_cast<Output*>(to) + at.unit.key_gradient_at(at.token + i), dy, dim);
+        float* log_alpha = ws.gate_gradients.log_alpha + t;
+        if (times_alpha) store(log_alpha, load(log_alpha) + dots);
     }
 }
 
-// P = (alpha) P: its share of dlog_alpha, then dP as a gradient of the normalised p, or of k when there is no p.
-void undo_prediction(const Place& at, Workspace& ws) {
-    const long rows = ws.gates.rows, stride = ws.keys.columns_stride, wide = row_stride(2 * rows);
-    for (long t = 0; t < rows; t += kWidth) {
-        const Row alpha = load(ws.gates.alpha + t);
-        Row dots = load(ws.gate_gradients.log_alpha + t);
-        for (long i = 0; i < at.key_dim; ++i) {
-            float* at_row = ws.dp_columns + i * stride + t;
-            Row dp = load(at_row);
-            if (at.problem.p_times_alpha) {
-                dots = dots + dp * load(ws.qp_columns + i * wide + rows + t);
-                dp = dp * alpha;
-            }
-            if (at.problem.p != nullptr)
-                store(at_row, dp);
-            else
-                store(ws.dk_columns + i * stride + t, load(ws.dk_columns + i * stride + t) + dp);
+// From the gradient of x = factor * y, y = inverse * raw (its L2 norm), to that of raw: factor * inverse * (dx - y (y . dx)).
+// dx, in place, and x are [K, C]; factor and inverse are one number per token.
+void undo_norm(const Place& at, const Workspace& ws, float* dx, const float* x, long x_stride, const float* factor,
+               const float* inverse) {
+    const long stride = ws.keys.columns_stride;
+    for (long t = 0; t < ws.gates.rows; t += kWidth) {
+        const Row scale = factor != nullptr ? load(factor + t) : filled(1);
+        if (!at.problem.l2norm) {
+            for (long i = 0; i < at.key_dim; ++i) store(dx + i * stride + t, load(dx + i * stride + t) * scale);
+            continue;
         }
-        store(ws.gate_gradients.log_alpha + t, dots);
+        const Row to_y = inverse_or_zero(scale), to_raw = scale * load(inverse + t);
+        Row dots = zeros();
+        for (long i = 0; i < at.key_dim; ++i) dots = dots + load(x + i * x_stride + t) * load(dx + i * stride + t);
+        dots = dots * to_y;
+        for (long i = 0; i < at.key_dim; ++i) {
+            const Row y = load(x + i * x_stride + t) * to_y;
+            store(dx + i * stride + t, (load(dx + i * stride + t) - y * dots) * to_raw);
+        }
     }
+}
+
+// dq, dk, dp: from [K, C] to the caller's rows. The rows of q are not needed any more and serve as scratch.
+template <class Output>
+void store_key_gradient(const Place& at, const Workspace& ws, void* to, const float* columns) {
+    transpose(ws.keys.q, ws.keys.stride, columns, ws.keys.columns_stride, at.key_dim, ws.gates.rows);
+    store_matrix(static_cast<Output*>(to) + at.unit.key_gradient_at(at.token), at.unit.key_gradient_stride(), ws.keys.q,
+                 ws.keys.stride, at.tokens, at.problem.key_dim);
 }
 
 template <class Element>
 void store_gradients(const Place& at, Workspace& ws) {
     const MdnProblem& problem = at.problem;
-    const auto store_one = [&](void* to, const void* input, const float* columns, float factor) {
-        // The rows of q are not needed any more and serve as scratch.
+    const Keys& keys = ws.keys;
+    const long rows = ws.gates.rows, stride = keys.columns_stride, wide = row_stride(2 * rows);
+    const auto store_one = [&](void* to, const float* columns) {
         if (problem.float32_key_gradient)
-            store_key_gradient<float, Element>(at, ws, to, input, columns, factor, ws.keys.q);
+            store_key_gradient<float>(at, ws, to, columns);
         else
-            store_key_gradient<Element, Element>(at, ws, to, input, columns, factor, ws.keys.q);
+            store_key_gradient<Element>(at, ws, to, columns);
     };
     if (problem.has_erase) undo_prediction(at, ws);
-    store_one(problem.dq, problem.q, ws.dq_columns, static_cast<float>(problem.scale));
-    store_one(problem.dk, problem.k, ws.dk_columns, 1);
-    if (problem.has_erase && problem.p != nullptr) store_one(problem.dp, problem.p, ws.dp_columns, 1);
+    undo_norm(at, ws, ws.dq_columns, ws.qp_columns, wide, keys.scale, keys.q_inverse);
+    store_one(problem.dq, ws.dq_columns);
+    undo_norm(at, ws, ws.dk_columns, keys.k_columns, stride, nullptr, keys.k_inverse);
+    store_one(problem.dk, ws.dk_columns);
+    if (problem.has_erase && problem.p != nullptr) {
+        const float* factor = problem.p_times_alpha ? ws.gates.alpha : nullptr;
+        undo_norm(at, ws, ws.dp_columns, ws.qp_columns + rows, wide, factor, keys.p_inverse);
+        store_one(problem.dp, ws.dp_columns);
+    }
     ws.gate_gradients.write_out(at.unit, at.token, at.tokens);
 }
 

@@ -32,6 +32,12 @@ struct Row {
 
 MDN_INLINE Row zeros() { return Row{}; }
 
+MDN_INLINE Row filled(float x) {
+    Row row;
+    for (int i = 0; i < kParts; ++i) row.part[i] = Lanes{} + x;
+    return row;
+}
+
 MDN_INLINE Row load(const float* from) {
     Row row;
     for (int i = 0; i < kParts; ++i) row.part[i] = *reinterpret_cast<const LanesInMemory*>(from + i * kLanes);
@@ -60,6 +66,14 @@ MDN_INLINE Row operator*(Row a, const Row& b) {
 MDN_INLINE Row operator*(Row a, float scalar) {
     for (int i = 0; i < kParts; ++i) a.part[i] *= scalar;
     return a;
+}
+
+// 1 / x, and 0 where x is 0.
+MDN_INLINE Row inverse_or_zero(const Row& x) {
+    float y[kWidth];
+    store(y, x);
+    for (float& each : y) each = each != 0 ? 1 / each : 0;
+    return load(y);
 }
 
 // The sum of all 16, by halves: few additions that wait for one another.
