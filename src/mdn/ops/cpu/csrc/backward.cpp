@@ -98,9 +98,8 @@ void rebuild_states(const Unit& unit, Workspace& ws, long chunks) {
         ws.keys.load_k<Element>(unit, at.token, at.tokens, ws.gates.rows);
         for (long column = 0; column < unit.columns; column += kWidth) {
             load_residual_panel(at, ws, column);
-            const bool last = column + kWidth >= unit.columns;
-            const Ahead ahead = unit.values_ahead<float>(problem.residual, last ? at.token + problem.chunk : at.token,
-                                                         last ? 0 : column + kWidth);
+            const Ahead ahead =
+                unit.panel_ahead<float>(problem.residual, at.token, column + kWidth, at.token + problem.chunk);
             advance_states(problem, ws.gates, ws.keys, ws.before(chunk).panel(column), ws.before(chunk + 1).panel(column),
                            ws.panel, ws.write, ahead);
         }
@@ -155,9 +154,10 @@ void find_value_gradient(const Place& at, Workspace& ws, long column) {
             ws.read_columns + first * stride + first, stride, dout + first * ws.state_stride, ws.state_stride, rows - first,
             [&](int r, const Row& sum) { store(du + (first + r) * ws.state_stride, sum); });
     });
-    const Ahead dv_ahead = at.unit.values_ahead<Element>(problem.dv, at.token, column);
-    const Ahead grad_o_ahead = at.unit.values_ahead<Element>(problem.grad_o, at.token, column + kWidth);
-    const Ahead residual_ahead = at.unit.values_ahead<float>(problem.residual, at.token, column + kWidth);
+    const long next_column = column + kWidth, next_token = at.token - problem.chunk;
+    const Ahead dv_ahead = at.unit.panel_ahead<Element>(problem.dv, at.token, column);
+    const Ahead grad_o_ahead = at.unit.panel_ahead<Element>(problem.grad_o, at.token, next_column, next_token);
+    const Ahead residual_ahead = at.unit.panel_ahead<float>(problem.residual, at.token, next_column, next_token);
     const auto ask_ahead = [&](long i) {
         for (const Ahead* ahead : {&dv_ahead, &grad_o_ahead, &residual_ahead}) ahead->row(i);
     };
@@ -276,7 +276,8 @@ MDN_FLATTEN void find_state_gradients(const Place& at, Workspace& ws, long colum
             store(ws.write + (rows + i) * kWidth, load(ws.du + i * stride + column) * (-sign * factor_of_du[i]));
         }
     };
-    const Ahead state_ahead(before.state, stride, at.key_dim), momentum_ahead(before.momentum + kWidth, stride, at.key_dim - 1);
+    // What the second product and the next panel's first one will read.
+    const Ahead state_ahead(before.state, stride, at.key_dim), momentum_ahead(before.momentum + kWidth, stride, at.key_dim);
     Row decay_dots = zeros(), b_dots = zeros(), momentum_dots = zeros();
     if (at.problem.has_momentum) {
         stack(gates.b + 1, gates.b, -1);

@@ -44,18 +44,14 @@ struct Unit {
     long key_stride() const { return problem.key_heads * problem.key_dim; }
     long value_stride() const { return problem.value_heads * problem.value_dim; }
 
-    // Sixteen columns of a [T, HV, V] or [T, H, K] tensor for the chunk at `token`; nothing outside the sequence or the tensor.
+    // Sixteen columns of a [T, HV, V] tensor for the chunk at `token`; after the last columns, the first ones of the chunk at
+    // `next_token`. No rows where there is no such chunk or no tensor.
     template <class Element>
-    Ahead values_ahead(const void* tensor, long token, long column) const {
-        if (tensor == nullptr || token < 0 || token >= tokens || column >= columns) return {};
+    Ahead panel_ahead(const void* tensor, long token, long column, long next_token = -1) const {
+        if (column >= columns) token = next_token, column = 0;
+        if (tensor == nullptr || token < 0 || token >= tokens) return {};
         const Element* first = static_cast<const Element*>(tensor) + value_at(token) + column;
         return {first, value_stride(), std::min<long>(problem.chunk, tokens - token)};
-    }
-    template <class Element>
-    Ahead keys_ahead(const void* tensor, long token, long column) const {
-        if (tensor == nullptr || token < 0 || token >= tokens || column >= problem.key_dim) return {};
-        const Element* first = static_cast<const Element*>(tensor) + key_at(token) + column;
-        return {first, key_stride(), std::min<long>(problem.chunk, tokens - token)};
     }
 };
 

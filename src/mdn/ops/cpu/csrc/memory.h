@@ -1,6 +1,10 @@
 // Scratch memory of one thread, and the rows of tensors that move between it and the caller's memory.
 #pragma once
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -50,6 +54,21 @@ class Arena {
 #endif
 };
 
+// Memory for `count` floats, to be given back with std::free. A block that fills a good part of a huge page lies on huge pages,
+// where the system gives them to those who ask: 512 times fewer page faults, and the processor finds every address at once.
+inline float* allocate(long count) {
+    constexpr size_t kHugePage = 2 << 20;
+    size_t size = count * sizeof(float), alignment = 64;
+    const bool huge = size >= kHugePage / 4;
+    if (huge) alignment = kHugePage, size = (size + kHugePage - 1) / kHugePage * kHugePage;
+    void* block = nullptr;
+    if (posix_memalign(&block, alignment, size) != 0) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+    if (huge) madvise(block, size, MADV_HUGEPAGE);  // a hint: nothing is lost when it is refused
+#endif
+    return static_cast<float*>(block);
+}
+
 // One block per thread, kept between calls: memory that is freed goes back to the system and every page of it faults in again.
 // Very large blocks are not kept.
 class Scratch {
@@ -60,9 +79,7 @@ class Scratch {
         if (count > size_) {
             std::free(block_);
             block_ = nullptr, size_ = 0;
-            void* found = nullptr;
-            if (posix_memalign(&found, 64, count * sizeof(float)) != 0) throw std::bad_alloc();
-            block_ = static_cast<float*>(found), size_ = count;
+            block_ = allocate(count), size_ = count;
         }
         return block_;
     }

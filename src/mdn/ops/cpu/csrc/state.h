@@ -35,7 +35,8 @@ struct StatePanel {
 };
 
 // S' = abar_C S - b_C M + K^T diag(write_state) R;  M' = mbar_C M + K^T diag(write_momentum) R, for one panel.
-// `after` may be `before`. `residual` and the scratch `write` are [C, 16]. `ahead` is what the next panel begins with.
+// `after` may be `before`. `residual` and the scratch `write` are [C, 16]. Asked for ahead: where M' and the next panel's S' will
+// go if that is new memory, and `ahead`, which the next panel begins with.
 inline void advance_states(const MdnProblem& problem, const Gates& gates, const Keys& keys, const StatePanel& before,
                            const StatePanel& after, const float* residual, float* write, const Ahead& ahead) {
     const long rows = gates.rows, key_dim = round_up(problem.key_dim), stride = before.stride;
@@ -51,13 +52,16 @@ inline void advance_states(const MdnProblem& problem, const Gates& gates, const 
         });
         return;
     }
+    const long unseen = after.state == before.state ? 0 : key_dim;
+    const Ahead momentum_ahead(after.momentum, stride, unseen), state_ahead(after.state + kWidth, stride, unseen);
     multiply(keys.k_columns, keys.columns_stride, write, kWidth, key_dim, rows, [&](long i, const Row& sum) {
-        ahead.row(i);
+        ahead.row(i), momentum_ahead.row(i);
         const Row kept = load(before.state + i * stride) * decay - load(before.momentum + i * stride) * b;
         store(after.state + i * stride, kept + sum);
     });
     scaled_residual(gates.write_momentum);
     multiply(keys.k_columns, keys.columns_stride, write, kWidth, key_dim, rows, [&](long i, const Row& sum) {
+        state_ahead.row(i);
         store(after.momentum + i * stride, load(before.momentum + i * stride) * momentum_decay + sum);
     });
 }

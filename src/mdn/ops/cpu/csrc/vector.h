@@ -34,7 +34,7 @@ MDN_INLINE Row zeros() { return Row{}; }
 
 MDN_INLINE Row filled(float x) {
     Row row;
-    for (int i = 0; i < kParts; ++i) row.part[i] = Lanes{} + x;
+    for (int i = 0; i < kParts; ++i) row.part[i] = x - Lanes{};  // x + 0 would be an addition: it changes -0
     return row;
 }
 
