@@ -173,9 +173,7 @@ def _backward(
     call.problem.float32_key_gradient = in_parts
     per_part = (call.batch, call.time, call.parts)
     key_dtype = torch.float32 if in_parts else call.dtype
-    dq, dk, dp = (
-        empty((*per_part, call.key_dim), key_dtype, CPU) if w else None for w in (True, True, wants[0])
-    )
+    dq, dk, dp = (empty((*per_part, call.key_dim), key_dtype, CPU) if w else None for w in (True, True, wants[0]))
     dv = empty(call.value_shape, call.dtype, CPU)
     dgates = {name: None if gate is None else torch.empty(per_part) for name, gate in gates.items()}
     stacked = (2, *call.state_shape) if call.problem.has_momentum else call.state_shape
@@ -193,7 +191,8 @@ def _joined(x: Tensor | None, heads: int) -> Tensor | None:
     """``[B, T, parts, ...]`` added up to ``[B, T, heads, ...]``."""
     if x is None or x.shape[2] == heads:
         return x
-    return x.unflatten(2, (heads, x.shape[2] // heads)).sum(3)
+    joined = empty((*x.shape[:2], heads, *x.shape[3:]), x.dtype, CPU)
+    return torch.sum(x.unflatten(2, (heads, x.shape[2] // heads)), 3, out=joined)
 
 
 def _like(x: Tensor | None, given: Tensor | None) -> Tensor | None:
