@@ -36,7 +36,6 @@ struct Workspace {
     float *dout, *du;                            // [C, V]
     float *dout_columns, *du_columns, *residual_columns;  // [V, C]
     float *panel, *write;                        // [C, 16] and [2 C, 16]
-    float* raw_key;                              // [K]
     float* rebuilt;                              // [chunks, 2, K, V]: states at the start of each chunk
     States gradient;                             // dS and dM
 
@@ -53,7 +52,6 @@ struct Workspace {
         for (float** x : {&dout, &du}) *x = arena.take(chunk * state_stride);
         for (float** x : {&dout_columns, &du_columns, &residual_columns}) *x = arena.take(round_up(columns) * square_stride);
         panel = arena.take(chunk * kWidth), write = arena.take(2 * chunk * kWidth);
-        raw_key = arena.take(key_dim);
         gradient = {arena.take(states_size), arena.take(states_size), state_stride};
         rebuilt = arena.take(chunks * 2 * states_size);
     }
@@ -100,8 +98,10 @@ void rebuild_states(const Unit& unit, Workspace& ws, long chunks) {
         ws.keys.load_k<Element>(unit, at.token, at.tokens, ws.gates.rows);
         for (long column = 0; column < unit.columns; column += kWidth) {
             load_residual_panel(at, ws, column);
+            const Ahead ahead =
+                unit.panel_ahead<float>(problem.residual, at.token, column + kWidth, at.token + problem.chunk);
             advance_states(problem, ws.gates, ws.keys, ws.before(chunk).panel(column), ws.before(chunk + 1).panel(column),
-                           ws.panel, ws.write);
+                           ws.panel, ws.write, ahead);
         }
     }
 }
@@ -154,14 +154,22 @@ void find_value_gradient(const Place& at, Workspace& ws, long column) {
             ws.read_columns + first * stride + first, stride, dout + first * ws.state_stride, ws.state_stride, rows - first,
             [&](int r, const Row& sum) { store(du + (first + r) * ws.state_stride, sum); });
     });
-    const auto add_scaled = [&](const float* gradient, const float* factor) {
+    const long next_column = column + kWidth, next_token = at.token - problem.chunk;
+    const Ahead dv_ahead = at.unit.panel_ahead<Element>(problem.dv, at.token, column);
+    const Ahead grad_o_ahead = at.unit.panel_ahead<Element>(problem.grad_o, at.token, next_column, next_token);
+    const Ahead residual_ahead = at.unit.panel_ahead<float>(problem.residual, at.token, next_column, next_token);
+    const auto ask_ahead = [&](long i) {
+        for (const Ahead* ahead : {&dv_ahead, &grad_o_ahead, &residual_ahead}) ahead->row(i);
+    };
+    const auto add_scaled = [&](const float* gradient, const float* factor, auto&& meanwhile) {
         multiply(ws.keys.k, ws.keys.stride, gradient + column, ws.state_stride, rows, at.key_dim, [&](long i, const Row& sum) {
+            meanwhile(i);
             store(du + i * ws.state_stride, load(du + i * ws.state_stride) + sum * factor[i]);
         });
     };
     if (!at.gradient_is_zero) {
-        add_scaled(ws.gradient.state, gates.write_state);
-        if (problem.has_momentum) add_scaled(ws.gradient.momentum, gates.write_momentum);
+        add_scaled(ws.gradient.state, gates.write_state, ask_ahead);
+        if (problem.has_momentum) add_scaled(ws.gradient.momentum, gates.write_momentum, [](long) {});
     }
     if (problem.has_erase) solve_upwards(du, ws.state_stride, ws.erase_columns, stride, rows);
     store_matrix(static_cast<Element*>(problem.dv) + at.unit.value_at(at.token) + column, at.unit.value_stride(), du,
@@ -172,54 +180,49 @@ void find_value_gradient(const Place& at, Workspace& ws, long column) {
     transpose(ws.residual_columns + column * stride, stride, ws.panel, kWidth, rows, kWidth);
 }
 
-// The parts of dq, dk, dp that go through one state: for 16 tokens, gradient[:, tokens] (+)= factor * (state @ columns), and
-// the factors' own gradient, sum over rows of x * (state @ columns).
+// The parts of dq, dk, dp that go through one state: gradient (+)= factor * (state @ columns), [K, C], and the factors' own
+// gradient, sum over rows of x * (state @ columns).
 void through_state(const Place& at, const Workspace& ws, const float* state, const float* columns, const float* x,
                    long x_stride, const float* factor, float sign, float* gradient, bool first, float* factor_gradient) {
     const long stride = ws.keys.columns_stride;
-    const Row scaled = load(factor) * sign;
-    Row dots = zeros();
-    multiply(state, ws.state_stride, columns, stride, at.key_dim, round_up(at.unit.columns), [&](long i, const Row& sum) {
-        dots = dots + load(x + i * x_stride) * sum;
-        const Row before = first ? zeros() : load(gradient + i * stride);
-        store(gradient + i * stride, before + sum * scaled);
-    });
-    store(factor_gradient, dots * sign);
+    for (long t = 0; t < ws.gates.rows; t += kWidth) {
+        const Row scaled = load(factor + t) * sign;
+        Row dots = zeros();
+        multiply(state, ws.state_stride, columns + t, stride, at.key_dim, round_up(at.unit.columns), [&](long i, const Row& sum) {
+            dots = dots + load(x + i * x_stride + t) * sum;
+            const Row before = first ? zeros() : load(gradient + i * stride + t);
+            store(gradient + i * stride + t, before + sum * scaled);
+        });
+        store(factor_gradient + t, dots * sign);
+    }
 }
 
+// One state after the other: S, M, dS, dM together do not fit into the L2 cache.
 void find_key_gradients_through_states(const Place& at, Workspace& ws) {
     const Gates& gates = ws.gates;
     GateGradients& d = ws.gate_gradients;
     const long stride = ws.keys.columns_stride, wide = row_stride(2 * gates.rows);
-    const bool momentum = at.problem.has_momentum;
-    const States before = ws.before(at.index);
+    const bool momentum = at.problem.has_momentum, erase = at.problem.has_erase;
+    const float *q = ws.qp_columns, *p = ws.qp_columns + gates.rows, *k = ws.keys.k_columns;
+    const float *dout = ws.dout_columns, *du = ws.du_columns, *residual = ws.residual_columns;
+    float *dq = ws.dq_columns, *dp = ws.dp_columns, *dk = ws.dk_columns;
     if (at.state_is_zero) {
-        fill_zeros(ws.dq_columns, at.key_dim * stride);
-        fill_zeros(ws.dp_columns, at.key_dim * stride);
+        fill_zeros(dq, at.key_dim * stride);
+        fill_zeros(dp, at.key_dim * stride);
+    } else {
+        const States before = ws.before(at.index);
+        through_state(at, ws, before.state, dout, q, wide, gates.abar + 1, 1, dq, true, d.abar);
+        if (erase) through_state(at, ws, before.state, du, p, wide, gates.abar, -1, dp, true, d.abar_prev);
+        if (momentum) through_state(at, ws, before.momentum, dout, q, wide, gates.b + 1, -1, dq, false, d.b);
+        if (momentum && erase) through_state(at, ws, before.momentum, du, p, wide, gates.b, 1, dp, false, d.b_prev);
     }
-    if (at.gradient_is_zero) fill_zeros(ws.dk_columns, at.key_dim * stride);
-    for (long t = 0; t < gates.rows; t += kWidth) {
-        const float *q = ws.qp_columns + t, *p = ws.qp_columns + gates.rows + t;
-        if (!at.state_is_zero) {
-            const float* columns = ws.dout_columns + t;
-            float* dq = ws.dq_columns + t;
-            through_state(at, ws, before.state, columns, q, wide, gates.abar + 1 + t, 1, dq, true, d.abar + t);
-            if (momentum) through_state(at, ws, before.momentum, columns, q, wide, gates.b + 1 + t, -1, dq, false, d.b + t);
-        }
-        if (!at.state_is_zero && at.problem.has_erase) {
-            const float* columns = ws.du_columns + t;
-            float* dp = ws.dp_columns + t;
-            through_state(at, ws, before.state, columns, p, wide, gates.abar + t, -1, dp, true, d.abar_prev + t);
-            if (momentum) through_state(at, ws, before.momentum, columns, p, wide, gates.b + t, 1, dp, false, d.b_prev + t);
-        }
-        if (!at.gradient_is_zero) {
-            const float *columns = ws.residual_columns + t, *k = ws.keys.k_columns + t;
-            float* dk = ws.dk_columns + t;
-            through_state(at, ws, ws.gradient.state, columns, k, stride, gates.write_state + t, 1, dk, true, d.write_state + t);
-            if (momentum)
-                through_state(at, ws, ws.gradient.momentum, columns, k, stride, gates.write_momentum + t, 1, dk, false,
-                              d.write_momentum + t);
-        }
+    if (at.gradient_is_zero) {
+        fill_zeros(dk, at.key_dim * stride);
+    } else {
+        const States& after = ws.gradient;
+        through_state(at, ws, after.state, residual, k, stride, gates.write_state, 1, dk, true, d.write_state);
+        if (momentum)
+            through_state(at, ws, after.momentum, residual, k, stride, gates.write_momentum, 1, dk, false, d.write_momentum);
     }
 }
 
@@ -273,12 +276,15 @@ MDN_FLATTEN void find_state_gradients(const Place& at, Workspace& ws, long colum
             store(ws.write + (rows + i) * kWidth, load(ws.du + i * stride + column) * (-sign * factor_of_du[i]));
         }
     };
+    // What the second product and the next panel's first one will read.
+    const Ahead state_ahead(before.state, stride, at.key_dim), momentum_ahead(before.momentum + kWidth, stride, at.key_dim);
     Row decay_dots = zeros(), b_dots = zeros(), momentum_dots = zeros();
     if (at.problem.has_momentum) {
         stack(gates.b + 1, gates.b, -1);
         multiply(ws.qp_columns, wide, ws.write, kWidth, at.key_dim, depth, [&](long i, const Row& sum) {
             const Row ds = load(gradient.state + i * stride), dm = load(gradient.momentum + i * stride);
             const Row momentum = load(before.momentum + i * stride);
+            state_ahead.row(i);
             b_dots = b_dots - ds * momentum;
             momentum_dots = momentum_dots + dm * momentum;
             store(gradient.momentum + i * stride, dm * momentum_decay - ds * b + sum);
@@ -287,6 +293,7 @@ MDN_FLATTEN void find_state_gradients(const Place& at, Workspace& ws, long colum
     stack(gates.abar + 1, gates.abar, 1);
     multiply(ws.qp_columns, wide, ws.write, kWidth, at.key_dim, depth, [&](long i, const Row& sum) {
         const Row ds = load(gradient.state + i * stride);
+        momentum_ahead.row(i);
         decay_dots = decay_dots + ds * load(before.state + i * stride);
         store(gradient.state + i * stride, ds * decay + sum);
     });
@@ -295,63 +302,75 @@ MDN_FLATTEN void find_state_gradients(const Place& at, Workspace& ws, long colum
     ws.gate_gradients.last_mbar += total(momentum_dots);
 }
 
-// From the gradient of the normalised rows, [K, C], to the gradient of the caller's tensor. `rows` is scratch, [C, K].
-template <class Output, class Input>
-void store_key_gradient(const Place& at, const Workspace& ws, void* to, const void* input, const float* columns, float factor,
-                        float* rows) {
-    float* raw = ws.raw_key;
-    const long dim = at.problem.key_dim, stride = ws.keys.stride;
-    transpose(rows, stride, columns, ws.keys.columns_stride, at.key_dim, ws.gates.rows);
-    for (long i = 0; i < at.tokens; ++i) {
-        float* dy = rows + i * stride;
-        scale_row(dy, factor, at.key_dim);
-        if (at.problem.l2norm) {
-            load_padded(raw, static_cast<const Input*>(input) + at.unit.key_at(at.token + i), dim, at.key_dim);
-            const float inverse = inverse_norm(raw, at.key_dim);
-            const float along = dot(raw, dy, at.key_dim) * inverse * inverse;
-            for (long c = 0; c < at.key_dim; c += kWidth)
-                store(dy + c, (load(dy + c) - load(raw + c) * along) * inverse);
+// P = alpha P: its share of dlog_alpha. Without a p of its own, dP then becomes a part of dK.
+void undo_prediction(const Place& at, Workspace& ws) {
+    const long rows = ws.gates.rows, stride = ws.keys.columns_stride, wide = row_stride(2 * rows);
+    const bool times_alpha = at.problem.p_times_alpha, is_k = at.problem.p == nullptr;
+    for (long t = 0; t < rows; t += kWidth) {
+        const Row factor = times_alpha ? load(ws.gates.alpha + t) : filled(1);
+        Row dots = zeros();
+        for (long i = 0; i < at.key_dim; ++i) {
+            const Row dp = load(ws.dp_columns + i * stride + t);
+            float* dk = ws.dk_columns + i * stride + t;
+            dots = dots + dp * load(ws.qp_columns + i * wide + rows + t);
+            if (is_k) store(dk, load(dk) + dp * factor);
         }
-        store_row(static_cast<Output*>(to) + at.unit.key_gradient_at(at.token + i), dy, dim);
+        float* log_alpha = ws.gate_gradients.log_alpha + t;
+        if (times_alpha) store(log_alpha, load(log_alpha) + dots);
     }
 }
 
-// P = (alpha) P: its share of dlog_alpha, then dP as a gradient of the normalised p, or of k when there is no p.
-void undo_prediction(const Place& at, Workspace& ws) {
-    const long rows = ws.gates.rows, stride = ws.keys.columns_stride, wide = row_stride(2 * rows);
-    for (long t = 0; t < rows; t += kWidth) {
-        const Row alpha = load(ws.gates.alpha + t);
-        Row dots = load(ws.gate_gradients.log_alpha + t);
-        for (long i = 0; i < at.key_dim; ++i) {
-            float* at_row = ws.dp_columns + i * stride + t;
-            Row dp = load(at_row);
-            if (at.problem.p_times_alpha) {
-                dots = dots + dp * load(ws.qp_columns + i * wide + rows + t);
-                dp = dp * alpha;
-            }
-            if (at.problem.p != nullptr)
-                store(at_row, dp);
-            else
-                store(ws.dk_columns + i * stride + t, load(ws.dk_columns + i * stride + t) + dp);
+// From the gradient of x = factor * y, y = inverse * raw (its L2 norm), to that of raw: factor * inverse * (dx - y (y . dx)).
+// dx, in place, and x are [K, C]; factor and inverse are one number per token.
+void undo_norm(const Place& at, const Workspace& ws, float* dx, const float* x, long x_stride, const float* factor,
+               const float* inverse) {
+    const long stride = ws.keys.columns_stride;
+    for (long t = 0; t < ws.gates.rows; t += kWidth) {
+        const Row scale = factor != nullptr ? load(factor + t) : filled(1);
+        if (!at.problem.l2norm) {
+            for (long i = 0; i < at.key_dim; ++i) store(dx + i * stride + t, load(dx + i * stride + t) * scale);
+            continue;
         }
-        store(ws.gate_gradients.log_alpha + t, dots);
+        const Row to_y = inverse_or_zero(scale), to_raw = scale * load(inverse + t);
+        Row dots = zeros();
+        for (long i = 0; i < at.key_dim; ++i) dots = dots + load(x + i * x_stride + t) * load(dx + i * stride + t);
+        dots = dots * to_y;
+        for (long i = 0; i < at.key_dim; ++i) {
+            const Row y = load(x + i * x_stride + t) * to_y;
+            store(dx + i * stride + t, (load(dx + i * stride + t) - y * dots) * to_raw);
+        }
     }
+}
+
+// dq, dk, dp: from [K, C] to the caller's rows. The rows of q are not needed any more and serve as scratch.
+template <class Output>
+void store_key_gradient(const Place& at, const Workspace& ws, void* to, const float* columns) {
+    transpose(ws.keys.q, ws.keys.stride, columns, ws.keys.columns_stride, at.key_dim, ws.gates.rows);
+    store_matrix(static_cast<Output*>(to) + at.unit.key_gradient_at(at.token), at.unit.key_gradient_stride(), ws.keys.q,
+                 ws.keys.stride, at.tokens, at.problem.key_dim);
 }
 
 template <class Element>
 void store_gradients(const Place& at, Workspace& ws) {
     const MdnProblem& problem = at.problem;
-    const auto store_one = [&](void* to, const void* input, const float* columns, float factor) {
-        // The rows of q are not needed any more and serve as scratch.
+    const Keys& keys = ws.keys;
+    const long rows = ws.gates.rows, stride = keys.columns_stride, wide = row_stride(2 * rows);
+    const auto store_one = [&](void* to, const float* columns) {
         if (problem.float32_key_gradient)
-            store_key_gradient<float, Element>(at, ws, to, input, columns, factor, ws.keys.q);
+            store_key_gradient<float>(at, ws, to, columns);
         else
-            store_key_gradient<Element, Element>(at, ws, to, input, columns, factor, ws.keys.q);
+            store_key_gradient<Element>(at, ws, to, columns);
     };
     if (problem.has_erase) undo_prediction(at, ws);
-    store_one(problem.dq, problem.q, ws.dq_columns, static_cast<float>(problem.scale));
-    store_one(problem.dk, problem.k, ws.dk_columns, 1);
-    if (problem.has_erase && problem.p != nullptr) store_one(problem.dp, problem.p, ws.dp_columns, 1);
+    undo_norm(at, ws, ws.dq_columns, ws.qp_columns, wide, keys.scale, keys.q_inverse);
+    store_one(problem.dq, ws.dq_columns);
+    undo_norm(at, ws, ws.dk_columns, keys.k_columns, stride, nullptr, keys.k_inverse);
+    store_one(problem.dk, ws.dk_columns);
+    if (problem.has_erase && problem.p != nullptr) {
+        const float* factor = problem.p_times_alpha ? ws.gates.alpha : nullptr;
+        undo_norm(at, ws, ws.dp_columns, ws.qp_columns + rows, wide, factor, keys.p_inverse);
+        store_one(problem.dp, ws.dp_columns);
+    }
     ws.gate_gradients.write_out(at.unit, at.token, at.tokens);
 }
 

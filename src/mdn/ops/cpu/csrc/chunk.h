@@ -4,6 +4,8 @@
 // k = p = q = v = 0, alpha = mu = 1, beta = eta = 0 and so changes nothing.
 #pragma once
 
+#include <algorithm>
+
 #include "memory.h"
 #include "problem.h"
 
@@ -38,8 +40,19 @@ struct Unit {
     long state_at() const {
         return (sequence * problem.value_heads + head) * problem.key_dim * problem.value_dim + first_column;
     }
+    long key_gradient_stride() const { return parts * problem.key_dim; }
     long key_stride() const { return problem.key_heads * problem.key_dim; }
     long value_stride() const { return problem.value_heads * problem.value_dim; }
+
+    // Sixteen columns of a [T, HV, V] tensor for the chunk at `token`; after the last columns, the first ones of the chunk at
+    // `next_token`. No rows where there is no such chunk or no tensor.
+    template <class Element>
+    Ahead panel_ahead(const void* tensor, long token, long column, long next_token = -1) const {
+        if (column >= columns) token = next_token, column = 0;
+        if (tensor == nullptr || token < 0 || token >= tokens) return {};
+        const Element* first = static_cast<const Element*>(tensor) + value_at(token) + column;
+        return {first, value_stride(), std::min<long>(problem.chunk, tokens - token)};
+    }
 };
 
 // Gate coefficients. Row i + 1 of gamma, lmu and element i + 1 of abar, b belong to token i; row 0 is the chunk's start, so
@@ -103,17 +116,20 @@ struct Gates {
 struct Keys {
     float *k, *p, *q;  // [C, K]; p is also k when nothing distinguishes them
     float* k_columns;  // [K, C]
+    float *k_inverse, *p_inverse, *q_inverse;  // [C]: what the L2 norm multiplied a row with
+    float* scale;                              // [C]: what q is multiplied with after that
     long stride, columns_stride;
     float* own_p;
 
     Keys(Arena& arena, long chunk, long key_dim) : stride(row_stride(key_dim)) {
         for (float** x : {&k, &own_p, &q}) *x = arena.take(chunk * stride);
         k_columns = arena.take(round_up(key_dim) * row_stride(chunk));
+        for (float** x : {&k_inverse, &p_inverse, &q_inverse, &scale}) *x = arena.take(chunk);
     }
 
     template <class Element>
     void load_k(const Unit& unit, long token, long tokens, long rows) {
-        load_normalised<Element>(k, unit.problem.k, unit, token, tokens, rows);
+        load_normalised<Element>(k, k_inverse, unit.problem.k, unit, token, tokens, rows);
         columns_stride = row_stride(rows);
         transpose(k_columns, columns_stride, k, stride, rows, round_up(unit.problem.key_dim));
     }
@@ -122,12 +138,15 @@ struct Keys {
     void load_p_and_q(const Unit& unit, const Gates& gates, long token, long tokens) {
         const MdnProblem& problem = unit.problem;
         const long padded = round_up(problem.key_dim);
-        load_normalised<Element>(q, problem.q, unit, token, tokens, gates.rows);
-        for (long i = 0; i < tokens; ++i) scale_row(q + i * stride, static_cast<float>(problem.scale), padded);
+        load_normalised<Element>(q, q_inverse, problem.q, unit, token, tokens, gates.rows);
+        for (long i = 0; i < gates.rows; ++i) {
+            scale[i] = static_cast<float>(problem.scale);
+            scale_row(q + i * stride, scale[i], padded);
+        }
         if (!problem.has_erase) return;
         p = own_p;
         if (problem.p != nullptr)
-            load_normalised<Element>(p, problem.p, unit, token, tokens, gates.rows);
+            load_normalised<Element>(p, p_inverse, problem.p, unit, token, tokens, gates.rows);
         else if (problem.p_times_alpha)
             std::memcpy(p, k, gates.rows * stride * sizeof(float));
         else
@@ -138,13 +157,15 @@ struct Keys {
 
    private:
     template <class Element>
-    void load_normalised(float* to, const void* from, const Unit& unit, long token, long tokens, long rows) {
+    void load_normalised(float* to, float* inverse, const void* from, const Unit& unit, long token, long tokens, long rows) {
         const MdnProblem& problem = unit.problem;
         const Element* first = static_cast<const Element*>(from) + unit.key_at(token);
         load_matrix(to, stride, first, unit.key_stride(), tokens, rows, problem.key_dim);
         const long padded = round_up(problem.key_dim);
         if (!problem.l2norm) return;
-        for (long i = 0; i < tokens; ++i) scale_row(to + i * stride, inverse_norm(to + i * stride, padded), padded);
+        // All norms first: none waits for another, so the processor works on several at once.
+        for (long i = 0; i < rows; ++i) inverse[i] = inverse_norm(to + i * stride, padded);
+        for (long i = 0; i < tokens; ++i) scale_row(to + i * stride, inverse[i], padded);
     }
 };
 

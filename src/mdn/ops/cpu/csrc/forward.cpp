@@ -49,10 +49,12 @@ void find_residual(const Unit& unit, Workspace& ws, long token, long tokens, lon
     const Gates& gates = ws.gates;
     const long key_dim = round_up(problem.key_dim), width = std::min<long>(kWidth, unit.columns - column);
     const Element* v = static_cast<const Element*>(problem.v) + unit.value_at(token) + column;
+    const Ahead residual_ahead = unit.panel_ahead<float>(problem.residual, token, column);
     load_matrix(ws.residual, kWidth, v, unit.value_stride(), tokens, gates.rows, width);
     if (problem.has_erase && !state_is_zero) {
         multiply(ws.keys.p, ws.keys.stride, ws.state + column, ws.state_stride, gates.rows, key_dim,
                  [&](long i, const Row& sum) {
+                     residual_ahead.row(i);
                      store(ws.residual + i * kWidth, load(ws.residual + i * kWidth) - sum * gates.abar[i]);
                  });
         if (problem.has_momentum)
@@ -72,6 +74,7 @@ void find_output(const Unit& unit, Workspace& ws, long token, long tokens, long 
     const MdnProblem& problem = unit.problem;
     const Gates& gates = ws.gates;
     const long key_dim = round_up(problem.key_dim), stride = ws.keys.columns_stride;
+    const Ahead out_ahead = unit.panel_ahead<Element>(problem.o, token, column);
     for_blocks_down(gates.rows, [&](auto count, long first) {
         constexpr int block = decltype(count)::value;
         tile<block>(ws.read + first * stride, stride, ws.residual, kWidth, first + block,
@@ -80,6 +83,7 @@ void find_output(const Unit& unit, Workspace& ws, long token, long tokens, long 
     if (!state_is_zero) {
         multiply(ws.keys.q, ws.keys.stride, ws.state + column, ws.state_stride, gates.rows, key_dim,
                  [&](long i, const Row& sum) {
+                     out_ahead.row(i);
                      store(ws.out + i * kWidth, load(ws.out + i * kWidth) + sum * gates.abar[i + 1]);
                  });
         if (problem.has_momentum)
@@ -106,7 +110,8 @@ void forward_chunk(const Unit& unit, Workspace& ws, long token, long tokens, boo
         find_residual<Element>(unit, ws, token, tokens, column, state_is_zero);
         find_output<Element>(unit, ws, token, tokens, column, state_is_zero);
         const StatePanel panel{ws.state + column, ws.momentum + column, ws.state_stride};
-        advance_states(problem, ws.gates, ws.keys, panel, panel, ws.residual, ws.write);
+        const Ahead v_ahead = unit.panel_ahead<Element>(problem.v, token, column + kWidth, token + problem.chunk);
+        advance_states(problem, ws.gates, ws.keys, panel, panel, ws.residual, ws.write, v_ahead);
     }
 }
 

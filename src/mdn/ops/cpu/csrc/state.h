@@ -1,8 +1,6 @@
 // The states S and M of one unit, [K, V] in scratch memory, and how a chunk moves them on.
 #pragma once
 
-#include <algorithm>
-
 #include "chunk.h"
 
 namespace mdn {
@@ -37,9 +35,10 @@ struct StatePanel {
 };
 
 // S' = abar_C S - b_C M + K^T diag(write_state) R;  M' = mbar_C M + K^T diag(write_momentum) R, for one panel.
-// `after` may be `before`. `residual` and the scratch `write` are [C, 16].
+// `after` may be `before`. `residual` and the scratch `write` are [C, 16]. Asked for ahead: where M' and the next panel's S' will
+// go if that is new memory, and `ahead`, which the next panel begins with.
 inline void advance_states(const MdnProblem& problem, const Gates& gates, const Keys& keys, const StatePanel& before,
-                           const StatePanel& after, const float* residual, float* write) {
+                           const StatePanel& after, const float* residual, float* write, const Ahead& ahead) {
     const long rows = gates.rows, key_dim = round_up(problem.key_dim), stride = before.stride;
     const float decay = gates.decay(), b = gates.b[rows], momentum_decay = gates.momentum_decay();
     const auto scaled_residual = [&](const float* factor) {
@@ -48,16 +47,21 @@ inline void advance_states(const MdnProblem& problem, const Gates& gates, const 
     scaled_residual(gates.write_state);
     if (!problem.has_momentum) {
         multiply(keys.k_columns, keys.columns_stride, write, kWidth, key_dim, rows, [&](long i, const Row& sum) {
+            ahead.row(i);
             store(after.state + i * stride, load(before.state + i * stride) * decay + sum);
         });
         return;
     }
+    const long unseen = after.state == before.state ? 0 : key_dim;
+    const Ahead momentum_ahead(after.momentum, stride, unseen), state_ahead(after.state + kWidth, stride, unseen);
     multiply(keys.k_columns, keys.columns_stride, write, kWidth, key_dim, rows, [&](long i, const Row& sum) {
+        ahead.row(i), momentum_ahead.row(i);
         const Row kept = load(before.state + i * stride) * decay - load(before.momentum + i * stride) * b;
         store(after.state + i * stride, kept + sum);
     });
     scaled_residual(gates.write_momentum);
     multiply(keys.k_columns, keys.columns_stride, write, kWidth, key_dim, rows, [&](long i, const Row& sum) {
+        state_ahead.row(i);
         store(after.momentum + i * stride, load(before.momentum + i * stride) * momentum_decay + sum);
     });
 }

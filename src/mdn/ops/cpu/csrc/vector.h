@@ -24,12 +24,19 @@ constexpr int kParts = kWidth / kLanes;
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4)));
 typedef float LanesInMemory __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef float Four __attribute__((vector_size(16)));
 
 struct Row {
     Lanes part[kParts];
 };
 
 MDN_INLINE Row zeros() { return Row{}; }
+
+MDN_INLINE Row filled(float x) {
+    Row row;
+    for (int i = 0; i < kParts; ++i) row.part[i] = x - Lanes{};  // x + 0 would be an addition: it changes -0
+    return row;
+}
 
 MDN_INLINE Row load(const float* from) {
     Row row;
@@ -61,11 +68,22 @@ MDN_INLINE Row operator*(Row a, float scalar) {
     return a;
 }
 
+// 1 / x, and 0 where x is 0.
+MDN_INLINE Row inverse_or_zero(const Row& x) {
+    float y[kWidth];
+    store(y, x);
+    for (float& each : y) each = each != 0 ? 1 / each : 0;
+    return load(y);
+}
+
+// The sum of all 16, by halves: few additions that wait for one another.
 MDN_INLINE float total(const Row& row) {
-    float sum = 0;
-    for (int i = 0; i < kParts; ++i)
-        for (int j = 0; j < kLanes; ++j) sum += row.part[i][j];
-    return sum;
+    Lanes lanes = row.part[0];
+    for (int i = 1; i < kParts; ++i) lanes += row.part[i];
+    Four four[kLanes / 4];
+    __builtin_memcpy(four, &lanes, sizeof(lanes));
+    for (int i = 1; i < kLanes / 4; ++i) four[0] += four[i];
+    return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
 }
 
 // Calls body(count, first) over blocks of rows from the top. `rows` is a multiple of 16; the block sizes are compile-time
@@ -97,6 +115,7 @@ template <int rows, class Finish>
 MDN_INLINE void tile(const float* a, long a_stride, const float* b, long b_stride, long depth, Finish&& finish) {
     Row sum[rows];
     for (int r = 0; r < rows; ++r) sum[r] = zeros();
+#pragma GCC unroll 4
     for (long l = 0; l < depth; ++l) {
         const Row x = load(b + l * b_stride);
 #pragma GCC unroll 16
@@ -119,7 +138,6 @@ MDN_INLINE void multiply(const float* a, long a_stride, const float* b, long b_s
 
 // to[c, r] = from[r, c]; rows and columns are multiples of 4.
 inline void transpose(float* to, long to_stride, const float* from, long from_stride, long rows, long columns) {
-    typedef float Four __attribute__((vector_size(16)));
     typedef float FourInMemory __attribute__((vector_size(16), aligned(4), may_alias));
     typedef int Pick __attribute__((vector_size(16)));
 #if defined(__clang__)
