@@ -37,18 +37,25 @@ def unstack(state: Tensor, states: Tensor, sequences: tuple[int, ...]) -> None:
 
 
 def group_start_states(reader: ChunkReader, slab: Slab, start: Tensor, residual: Tensor) -> list[Tensor]:
-    """The slab's state before each group (of the sequences that reach it), rebuilt from R."""
-    states = [stacked(start, slab.sequences)]
-    for group in slab.groups[:-1]:
-        write_rows, to_end = write_to_end_of_group(reader, group)
-        errors = reader.values("errors", residual, group)
-        before = states[-1][: len(to_end)]
-        state = torch.bmm(to_end, before.view(len(before), 2, -1)).view(before.shape)  # mixes S and M
-        for first, end in group.rounds:
-            z = slice(first * reader.heads, end * reader.heads)
-            state[: z.stop - z.start].baddbmm_(write_rows[z].mT, errors[z])
-        states.append(state)
+    """The states that each group begins with, rebuilt from R."""
+    state = stacked(start, slab.sequences)
+    states = []
+    for group in slab.groups:
+        states.append(group.states_of(state, reader.heads))
+        if group.members is None and group is not slab.groups[-1]:
+            state = _end_of_group(reader, group, state, residual)
     return states
+
+
+def _end_of_group(reader: ChunkReader, group: Group, state: Tensor, residual: Tensor) -> Tensor:
+    write_rows, to_end = write_to_end_of_group(reader, group)
+    errors = reader.values("errors", residual, group)
+    before, end_state = state[: len(to_end)], state.clone()
+    torch.bmm(to_end, before.view(len(before), 2, -1), out=end_state[: len(to_end)].view(len(before), 2, -1))
+    for first, end in group.rounds:
+        z = slice(first * reader.heads, end * reader.heads)
+        end_state[: z.stop - z.start].baddbmm_(write_rows[z].mT, errors[z])
+    return end_state
 
 
 def states_of_group(reader: ChunkReader, write: Write, group: Group, group_start: Tensor, errors: Tensor) -> Tensor:

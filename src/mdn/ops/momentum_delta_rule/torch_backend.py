@@ -65,7 +65,9 @@ def forward(
         state = stacked(final_state, slab.sequences)
         for group in slab.groups:
             chunk = prepare(reader, group)
-            outputs, errors = _forward_group(chunk, group, reader, state)
+            current = group.states_of(state, reader.heads)
+            outputs, errors = _forward_group(chunk, group, reader, current)
+            group.put_states(current, state, reader.heads)
             o.put(outputs, group, factor=options.scale)
             if save_residual:
                 residual.put(errors, group)
@@ -122,7 +124,9 @@ def backward(
             grad_targets = take("grad targets", pairs, 2 * size, width)
             reader.load(grad_o, group, grad_targets[:, size:], factor=options.scale)
             grad_after = take("grad after", *states.shape)
-            _backward_rounds(chunk, group, grad_targets, grad_state, grad_after, reader.heads)
+            current = group.states_of(grad_state, reader.heads)
+            _backward_rounds(chunk, group, grad_targets, current, grad_after, reader.heads)
+            group.put_states(current, grad_state, reader.heads)
             _chunk_gradients(chunk, group, states, grad_after, errors, grad_targets, grads, reader)
         unstack(grad_state, grad_state_all, slab.sequences)
     reader.workspace.end_call()
