@@ -56,7 +56,7 @@ def measure_shape(shape: Shape, names: list[str], quick: bool) -> dict[str, Any]
     left, right = torch.randn(2, size, size)
     calls: dict[str, Callable[[], object]] = {name: training_step(name, inputs) for name in names}
     calls["matmul"] = lambda: left @ right
-    seconds = interleaved(calls, repeats=2 if quick else 9, budget_seconds=2 if quick else 40, label=str(shape))
+    seconds = interleaved(calls, repeats=2 if quick else 25, budget_seconds=2 if quick else 40, label=str(shape))
     matmul_rate = 2 * size**3 / seconds.pop("matmul")
     return {
         "shape": str(shape),
@@ -160,7 +160,7 @@ def measure_scaling(shape: Shape, names: list[str], quick: bool) -> dict[str, fl
     calls: dict[tuple[str, int], Callable[[], object]] = {
         (name, threads): with_threads(threads, name) for name in ours for threads in (1, 2)
     }
-    seconds = interleaved(calls, repeats=2 if quick else 9, budget_seconds=2 if quick else 20, label="scaling")
+    seconds = interleaved(calls, repeats=2 if quick else 25, budget_seconds=2 if quick else 20, label="scaling")
     torch.set_num_threads(before)
     return {name: seconds[name, 1] / seconds[name, 2] for name in ours}
 
