@@ -86,7 +86,7 @@ def measure_lengths(shape: Shape, names: list[str], quick: bool) -> dict[str, di
         for name in names:
             if time <= longest[name]:
                 calls[name, time] = _repeated(training_step(name, inputs), tokens[name] // time)
-    seconds = interleaved(calls, repeats=2 if quick else 3, budget_seconds=2 if quick else 90, label="lengths")
+    seconds = interleaved(calls, repeats=2 if quick else 5, budget_seconds=2 if quick else 150, label="lengths")
     lengths: dict[str, dict[int, float]] = {name: {} for name in names}
     for (name, time), taken in seconds.items():
         lengths[name][time] = taken / tokens[name] * 1e6

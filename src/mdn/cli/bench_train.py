@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     print(train.table(rows))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(train.as_json(rows, setting, facts), indent=1))
+        args.json.write_text(json.dumps({"command": command_line(), **train.as_json(rows, setting, facts)}, indent=1))
     if args.plot:
         train.plot(rows, args.plot, command_line())
     return 0

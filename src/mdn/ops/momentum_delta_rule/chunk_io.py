@@ -1,7 +1,7 @@
 """Moving chunks between the caller's [B, T, H, D] tensors and the head-major [Z, C, D] batches that are computed on.
 
 One gather brings the rows of a group's chunks in and one scatter takes results out, whether the batch is dense or
-packed. Padding rows are neutral: zero vectors, alpha = mu = 1, beta = eta = 0.
+packed. Padding rows are neutral: q = k = p = 0, alpha = mu = 1, beta = eta = 0; their values then meet only zeros.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def backward(
     start = starting_states(initial_state, q, v, boundaries, dtype)
     grad_state_all = torch.zeros_like(start) if grad_final_state is None else grad_final_state.to(dtype, copy=True)
     grads = GradientWriters(q, k, v, p, (log_alpha, log_mu, beta, eta), dtype)
-    take = reader.workspace.take
+    take, grad_o = reader.workspace.take, grad_o.contiguous()
     for slab in plan(q, v, boundaries, options.chunk_size):
         group_starts = group_start_states(reader, slab, start, residual)
         grad_state = stacked(grad_state_all, slab.sequences)
