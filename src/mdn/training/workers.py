@@ -43,7 +43,7 @@ def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
         yield pool
     except BaseException:
         for worker in list((pool._processes or {}).values()):
-            worker.terminate()
+            worker.kill()  # training would take a milder signal as a wish to stop and save, and then wait for more work
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
