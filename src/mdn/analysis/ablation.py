@@ -121,13 +121,16 @@ def recipe_of(cell: Cell, scale: Scale, run_dir: Path) -> Recipe:
 
 def run_grid(grid: list[Cell], scale: Scale, out: Path, processes: int) -> list[dict[str, Any]]:
     """The results of the cells, in their order; trains those that are missing (``processes`` = 0: leaves them out)."""
-    finished = {cell for cell in grid if (cell.directory(out) / RESULT).is_file()}
-    missing = [(cell, scale, out) for cell in grid if cell not in finished] if processes else []
-    with progress(total=len(grid), initial=len(finished), desc="ablations", unit="cell", disable=not missing) as bar:
+    # Finished cells first: one of another scale is refused before hours of training, not after them.
+    results = {cell: run_cell(cell, scale, out) for cell in grid if (cell.directory(out) / RESULT).is_file()}
+    missing = [(cell, scale, out) for cell in grid if cell not in results] if processes else []
+    with progress(total=len(grid), initial=len(results), desc="ablations", unit="cell", disable=not missing) as bar:
         for result in completed(run_cell, missing, processes) if missing else ():
-            bar.set_postfix_str(f"{result['row']}, seed {result['seed']}, {result['arithmetic']}", refresh=False)
+            cell = Cell(result["row"], result["seed"], result["arithmetic"])
+            results[cell] = result
+            bar.set_postfix_str(f"{cell.row}, seed {cell.seed}, {cell.arithmetic}", refresh=False)
             bar.update(1)
-    return [run_cell(cell, scale, out) for cell in grid if processes or cell in finished]
+    return [results[cell] for cell in grid if cell in results]
 
 
 def run_cell(cell: Cell, scale: Scale, out: Path) -> dict[str, Any]:
