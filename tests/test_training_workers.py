@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +12,18 @@ import torch
 from mdn.training.workers import completed, processes_from
 
 
-def wait_stubbornly(seconds: float) -> tuple[float, int]:
+def wait_stubbornly(seconds: float, begun: Path) -> tuple[float, int]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    begun.touch()
     time.sleep(seconds)
     return seconds, torch.get_num_threads()
 
 
-def test_leaving_early_ends_jobs_that_ignore_milder_signals() -> None:
-    results = completed(wait_stubbornly, [(0.0,), (600.0,)], processes=2)
+def test_leaving_early_ends_jobs_that_ignore_milder_signals(tmp_path: Path) -> None:
+    results = completed(wait_stubbornly, [(0.0, tmp_path / "short"), (600.0, tmp_path / "long")], processes=2)
     assert next(results) == (0.0, 1)  # one thread each
+    while not (tmp_path / "long").exists():
+        time.sleep(0.1)
     began = time.monotonic()
     results.close()
     assert time.monotonic() - began < 60
