@@ -3,7 +3,7 @@
 import json
 
 from mdn.analysis.spectra import spectra
-from mdn.plots import figure, save_figure
+from mdn.common.plots import figure, save_figure
 
 
 def make_runs(folder):

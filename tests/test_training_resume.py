@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from mdn.training import checkpoints, files, run
+from mdn.common import files
+from mdn.training import checkpoints, run
 from mdn.training.metrics import read_metrics
 from mdn.training.run import train
 from training_support import losses, tiny_recipe

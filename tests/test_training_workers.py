@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mdn.training.workers import completed, processes_from
+from mdn.common.workers import completed, processes_from
 
 
 def wait_stubbornly(seconds: float, begun: Path) -> tuple[float, int]:

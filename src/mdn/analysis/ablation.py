@@ -20,19 +20,19 @@ import numpy as np
 import torch
 
 from mdn.analysis.ablation_rows import ROWS, SMALL
-from mdn.analysis.output import plain
 from mdn.analysis.paper_arithmetic import paper_arithmetic
 from mdn.analysis.products import running_growth, shares_over
 from mdn.analysis.recording import LayerRecord, record_model
+from mdn.common.files import exclusive_lock, write_atomically
+from mdn.common.progress import progress
+from mdn.common.results import plain
+from mdn.common.workers import completed
 from mdn.training.data import prepare_data
-from mdn.training.files import exclusive_lock, write_atomically
 from mdn.training.metrics import read_metrics
 from mdn.training.non_finite import NonFiniteError
-from mdn.training.progress import progress
 from mdn.training.recipe import validate
 from mdn.training.run import train
 from mdn.training.schema import Recipe
-from mdn.training.workers import completed
 
 GROWTH_TOKENS = 2048
 EXACT, PAPER = "exact", "paper"

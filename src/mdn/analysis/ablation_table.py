@@ -8,8 +8,8 @@ import numpy as np
 
 from mdn.analysis.ablation import EXACT, PAPER
 from mdn.analysis.ablation_rows import ROWS
-from mdn.analysis.output import markdown_table
-from mdn.plots import COLOURS, figure
+from mdn.common.plots import COLOURS, figure
+from mdn.common.results import markdown_table
 
 GROWS = 6.0
 """log10: a disturbance that becomes a million times larger counts as growth of the state"""

@@ -19,7 +19,7 @@ def load_model_and_tokens(source: str, text: Path, tokens: int) -> tuple[Any, An
 
     import mdn.models  # noqa: F401  (registers the architecture)
     from mdn.analysis.recording import read_tokens
-    from mdn.models.sources import check_model_source
+    from mdn.common.loading import check_model_source
 
     if not text.is_file():
         raise ValueError(f"--text {text} is not a file")

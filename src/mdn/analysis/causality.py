@@ -20,15 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.analysis.output import markdown_table, plain
+from mdn.common.files import write_atomically
+from mdn.common.plots import COLOURS, figure
+from mdn.common.progress import progress
+from mdn.common.results import markdown_table, plain
 from mdn.evaluation.mqar import train as mqar
 from mdn.evaluation.mqar.data import generate
 from mdn.evaluation.mqar.recipe import MqarRecipe
 from mdn.layers.momentum_deltanet import MomentumDeltaNet
 from mdn.models import MomentumDeltaNetForCausalLM
-from mdn.plots import COLOURS, figure
-from mdn.training.files import write_atomically
-from mdn.training.progress import progress
 
 MIXER = "momentum_deltanet"
 METRICS = {"rewriting": "accuracy", "text": "bits per byte"}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mdn.plots import save_figure
+from mdn.common.plots import save_figure
 
 DATA, FIGURES = Path("docs/experiments/data"), Path("docs/figures")
 

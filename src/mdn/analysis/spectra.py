@@ -15,7 +15,7 @@ from mdn.analysis.spectrum import (
     sampled_regions,
     spectral_radius,
 )
-from mdn.plots import COLOURS, figure
+from mdn.common.plots import COLOURS, figure
 
 PANEL_POINTS = 1500
 TITLES = {

@@ -15,8 +15,8 @@ import torch
 from mdn.analysis.products import growth_summary, running_growth, shares_over
 from mdn.analysis.recording import LayerRecord, record_layer
 from mdn.analysis.spectrum import GUARANTEED_LOG_MU, GateSample, pair_eigenvalues, sample_pair, spectral_radius
+from mdn.common.plots import COLOURS, figure
 from mdn.layers.momentum_deltanet import MomentumDeltaNet
-from mdn.plots import COLOURS, figure
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},

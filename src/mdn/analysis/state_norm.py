@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mdn.plots import COLOURS, MIXER_COLOURS, figure
-from mdn.training.progress import progress
+from mdn.common.plots import COLOURS, MIXER_COLOURS, figure
+from mdn.common.progress import progress
 
 
 def _states(cache: Any) -> dict[int, Tensor]:

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import DynamicCache
 
 from mdn.bench.timing import interleaved, machine
+from mdn.common.plots import MIXER_COLOURS, figure
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
-from mdn.plots import MIXER_COLOURS, figure
 from mdn.training.build import count_parameters
 
 PROMPT = 64

@@ -93,7 +93,7 @@ def _decode_text(decode: dict[str, Any]) -> str:
 
 def plot(results: dict[str, Any], path: Path) -> list[Path]:
     """Time per token against T, as PNG and SVG."""
-    from mdn.plots import figure, save_figure
+    from mdn.common.plots import figure, save_figure
 
     fig, axis = figure(title="Forward + backward, float32", x="T", y="microseconds per token")
     for name, row in results["lengths"].items():

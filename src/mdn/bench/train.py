@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from mdn.bench.timing import interleaved
+from mdn.common.plots import MIXER_COLOURS, figure, save_figure
 from mdn.layers import MIXERS
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
-from mdn.plots import MIXER_COLOURS, figure, save_figure
 
 BASELINE = "attention"
 

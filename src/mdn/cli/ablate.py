@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mdn.analysis.output import add_output_arguments, write_results
+from mdn.cli.options import add_output_arguments
+from mdn.common.results import write_results
 
 HELP = "the paper's ablations at a small scale: loss, divergence, and whether it is arithmetic or dynamics"
 EXAMPLE = "mdn ablate --rows components --seeds 2 --out runs/ablate --plot ablations.png"
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     from mdn.analysis.ablation import Scale, cells, run_grid
     from mdn.analysis.ablation_rows import choose_rows
     from mdn.analysis.ablation_table import draw, summarise, table
-    from mdn.training.workers import processes_from
+    from mdn.common.workers import processes_from
 
     if args.seeds < 1 or args.paper_seeds < 0:
         raise ValueError(
@@ -49,6 +50,6 @@ def run(args: argparse.Namespace) -> None:
     found = {"scale": vars(scale), "cells": len(results), "of": len(grid), "rows": rows}
     write_results(args.json, "ablations", found)
     if args.plot is not None:
-        from mdn.plots import save_figure
+        from mdn.common.plots import save_figure
 
         save_figure(draw(found), args.plot)

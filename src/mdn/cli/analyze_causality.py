@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mdn.analysis.output import add_output_arguments, write_results
+from mdn.cli.options import add_output_arguments
+from mdn.common.results import write_results
 
 HELP = "blockwise against stepwise momentum: train tiny models with blocks, evaluate them both ways"
 EXAMPLE = "mdn analyze causality --tasks rewriting --blocks 1,16,64 --seeds 2 --plot causality.png"
@@ -50,6 +51,6 @@ def run(args: argparse.Namespace) -> None:
     found = {"results": results, "of": len(grid)}
     write_results(args.json, "causality", found)
     if args.plot is not None:
-        from mdn.plots import save_figure
+        from mdn.common.plots import save_figure
 
         save_figure(draw(found), args.plot)

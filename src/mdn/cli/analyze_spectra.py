@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from mdn.analysis.arguments import add_model_arguments, records_of
-from mdn.analysis.output import add_output_arguments, markdown_table, write_results
+from mdn.cli.options import add_output_arguments
+from mdn.common.results import markdown_table, write_results
 
 HELP = "eigenvalues of one step: the paper's regions, and a trained model's own gates on a text"
 EXAMPLE = "mdn analyze spectra --model runs/demo/model --text README.md --plot spectra.png"
@@ -35,6 +36,6 @@ def run(args: argparse.Namespace) -> None:
     )
     write_results(args.json, "spectra", results)
     if args.plot is not None:
-        from mdn.plots import save_figure
+        from mdn.common.plots import save_figure
 
         save_figure(draw(results), args.plot)

@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from mdn.analysis.arguments import add_model_arguments, records_of
-from mdn.analysis.output import add_output_arguments, markdown_table, write_results
+from mdn.cli.options import add_output_arguments
+from mdn.common.results import markdown_table, write_results
 
 HELP = "spectral radius per step, norms of products over windows, and where the stability guarantee ends"
 EXAMPLE = "mdn analyze stability --plot stability.png   (or --alpha 0.9,1 --mu 0.9,1, or --model DIR --text FILE)"
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     import numpy as np
 
     from mdn.analysis.stability import analyse, guarantee, guarantee_end
-    from mdn.training.progress import progress
+    from mdn.common.progress import progress
 
     for name in ("heads", "steps"):
         if getattr(args, name) < 1:
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     write_results(args.json, "stability", results)
     if args.plot is not None:
         from mdn.analysis.stability import draw
-        from mdn.plots import save_figure
+        from mdn.common.plots import save_figure
 
         save_figure(draw(results), args.plot)
 

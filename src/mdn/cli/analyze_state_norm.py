@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mdn.analysis.output import add_output_arguments, markdown_table, write_results
+from mdn.cli.options import add_output_arguments
+from mdn.common.results import markdown_table, write_results
 
 HELP = "average change of the fast weight per decoding step, per layer and head, for any trained mixers on one text"
 EXAMPLE = "mdn analyze state-norm mdn=runs/demo/model gdn=runs/gdn/model --text README.md --plot state_norm.png"
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     found = {"text": args.text.name, "models": results}
     write_results(args.json, "state-norm", found)
     if args.plot is not None:
-        from mdn.plots import save_figure
+        from mdn.common.plots import save_figure
 
         save_figure(draw(found), args.plot)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from mdn.analysis.output import add_output_arguments, markdown_table, write_results
+from mdn.cli.options import add_output_arguments
+from mdn.common.results import markdown_table, write_results
 
 HELP = "decoding latency and memory against context length, every mixer at equal size, as ratios in one run"
 EXAMPLE = "mdn bench decode --mixers momentum_deltanet,gated_deltanet,attention --plot decode.png"
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     _print(results, contexts, batches)
     write_results(args.json, "decode", results)
     if args.plot is not None:
-        from mdn.plots import save_figure
+        from mdn.common.plots import save_figure
 
         save_figure(draw(results), args.plot)
 

@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--lengths must be at least 2, got {min(args.lengths)}")
     from mdn.bench import train
     from mdn.bench.timing import machine
+    from mdn.common.results import command_line
     from mdn.layers import MIXERS
-    from mdn.plots import command_line
 
     facts = machine()
     mixers = train.check_mixers(args.mixers or list(MIXERS))

@@ -89,7 +89,7 @@ def _harness_results(args: argparse.Namespace, suites: list, tasks: list) -> tup
         return results, []
     import dataclasses
 
-    from mdn.cli.generate import load
+    from mdn.common.loading import load
     from mdn.evaluation.harness import Settings, Subject
     from mdn.evaluation.run import run_works, works_of
 
@@ -146,7 +146,7 @@ def _mqar(args: argparse.Namespace, results: dict[str, Any]) -> Any:
 
 
 def _report(args: argparse.Namespace, suites: list, tasks: list, results: dict[str, Any], skipped: list[str]) -> None:
-    from mdn.evaluation.provenance import provenance
+    from mdn.common.results import provenance
     from mdn.evaluation.tables import as_json, as_markdown, as_text, columns_of_tasks, make_table
 
     shown = [*suites, *([columns_of_tasks(tasks, results)] if tasks else [])]

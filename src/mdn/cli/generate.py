@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> None:
     import torch
     from transformers import TextStreamer
 
+    from mdn.common.loading import load
+
     model, tokenizer = load(args.model, args.dtype, args.device)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(torch.long)
     start = tokenizer.bos_token_id
@@ -57,26 +59,6 @@ def run(args: argparse.Namespace) -> None:
     print(f"{ids.shape[1] - skipped} prompt and {new} new tokens in {seconds:.2f} s", file=sys.stderr)
     if args.json is not None:
         _write(args.json, {"prompt": prompt, "completion": completion, "new_tokens": new, "seconds": seconds})
-
-
-def load(source: str, dtype: str = "auto", device: str = "auto") -> tuple[Any, Any]:
-    """The model in evaluation mode and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import mdn.models  # noqa: F401  (registers the architecture with the Auto classes)
-    from mdn.models.sources import check_model_source
-
-    check_model_source(source)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load {source!r}: {error}") from None
-    model.to(device)  # type: ignore[arg-type]
-    return model.eval(), tokenizer
 
 
 def _check(args: argparse.Namespace) -> None:

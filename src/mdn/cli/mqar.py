@@ -21,10 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from mdn.common.results import provenance
+    from mdn.common.workers import processes_from
     from mdn.evaluation.mqar.grid import finished, run_grid
     from mdn.evaluation.mqar.recipe import load_mqar_recipe
-    from mdn.evaluation.provenance import provenance
-    from mdn.training.workers import processes_from
 
     processes = processes_from(args.processes)
     recipe = load_mqar_recipe(args.recipe, args.overrides)

@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> None:
     lengths = tuple(int(length) for length in args.lengths.split(","))
     depths = tuple(number / max(1, args.depths - 1) for number in range(args.depths))
     maps = _trained(args, lengths, depths) if args.model else _tiny(args, lengths, depths)
+    from mdn.common.results import provenance
     from mdn.evaluation.needle.plot import draw_heat_maps
-    from mdn.evaluation.provenance import provenance
 
     args.out.mkdir(parents=True, exist_ok=True)
     rows, columns = [f"{100 * depth:.0f} %" for depth in depths], [str(length) for length in lengths]
@@ -71,7 +71,7 @@ def _tiny(args: argparse.Namespace, lengths: tuple[int, ...], depths: tuple[floa
 
 
 def _trained(args: argparse.Namespace, lengths: tuple[int, ...], depths: tuple[float, ...]) -> dict[str, Any]:
-    from mdn.cli.generate import load
+    from mdn.common.loading import load
     from mdn.evaluation.needle.language_model import find_needles_in_text
 
     model, tokenizer = load(args.model)

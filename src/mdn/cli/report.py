@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from mdn.analysis.report.collect import collect
     from mdn.analysis.report.page import build_page
-    from mdn.plots import command_line
-    from mdn.training.files import write_atomically
+    from mdn.common.files import write_atomically
+    from mdn.common.results import command_line
 
     if args.out.suffix not in (".html", ".htm"):
         raise ValueError(f"--out must be an .html file, got {args.out}")

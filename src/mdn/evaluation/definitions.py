@@ -14,7 +14,7 @@ from typing import Any
 
 import lm_eval.tasks
 
-from mdn.training.recipe import nearest
+from mdn.common.errors import nearest
 
 TASKS_FOLDER = Path(__file__).resolve().parent / "tasks"
 _TASK = re.compile(r"^[\"']?task[\"']?:[ \t]*[\"']?([\w.:()-]+)[\"']?[ \t]*$", re.MULTILINE)

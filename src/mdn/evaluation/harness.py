@@ -24,11 +24,11 @@ import lm_eval
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from mdn.common.files import write_atomically
+from mdn.common.results import model_hash, provenance
 from mdn.evaluation.definitions import TASKS_FOLDER, definition_of
 from mdn.evaluation.local_data import LocalFile, MissingData, find_local_file, write_local_task
-from mdn.evaluation.provenance import model_hash, provenance
 from mdn.evaluation.suites import Work
-from mdn.training.files import write_atomically
 
 
 @dataclass

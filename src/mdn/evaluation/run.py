@@ -7,13 +7,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from mdn.common.progress import progress
 from mdn.evaluation.definitions import definition_of
 from mdn.evaluation.harness import Settings, Subject, TaskSource, evaluate, result_path
 from mdn.evaluation.local_data import MissingData
 from mdn.evaluation.ruler import adapted_ruler
 from mdn.evaluation.suites import Suite, Work
 from mdn.evaluation.tables import Results
-from mdn.training.progress import progress
 
 
 @dataclass(frozen=True)

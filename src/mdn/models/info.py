@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from mdn.common.loading import check_model_source
 from mdn.layers import ChannelMixing, Mixer, RMSNorm
 from mdn.models.configuration import MomentumDeltaNetConfig
 from mdn.models.modeling import GatedMLP, MomentumDeltaNetForCausalLM
-from mdn.models.sources import check_model_source, shipped_configs
+from mdn.models.sources import shipped_configs
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from mdn.common.errors import nearest
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
-from mdn.training.recipe import nearest
 from mdn.training.schema import Recipe
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

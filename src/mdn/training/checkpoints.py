@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mdn.training.files import sync_directory, write_atomically
+from mdn.common.files import sync_directory, write_atomically
 
 MARKER = "COMPLETE"
 PREFIX = "checkpoint-"

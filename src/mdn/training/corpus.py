@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from mdn.training.files import write_atomically
+from mdn.common.files import write_atomically
 from mdn.training.schema import DataSettings
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mdn.common.progress import progress
 from mdn.training.dataset import PackCollator, TokenStream
-from mdn.training.progress import progress
 
 PASS_TOKENS = 4096
 

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mdn.training.files import write_atomically
+from mdn.common.files import write_atomically
 
 
 class MetricsLog:

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-silent = False
-"""True in a process that works for another one"""
-
-
-def progress(iterable: Any = None, **options: Any) -> Any:
-    """tqdm; into a file or a log it writes a line every ten seconds instead of a moving bar."""
-    interval = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(iterable, mininterval=interval, **({"disable": silent} | options))
+from mdn.common import progress as bars
 
 
 class ProgressBar:
@@ -23,12 +13,12 @@ class ProgressBar:
 
     def __init__(self, total: int, done: int, tokens_per_step: int, show: bool) -> None:
         self.tokens_per_step = tokens_per_step
-        self.bar = progress(
+        self.bar = bars.progress(
             total=total,
             initial=done,
             desc="train",
             unit="step",
-            disable=silent or not show,
+            disable=bars.silent or not show,
             bar_format="{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )
 

@@ -5,7 +5,6 @@ recipe = load_recipe("demo", ["training.steps=20", "model.mixer=gated_deltanet"]
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from mdn.common.errors import nearest
 from mdn.training.schema import Recipe
 
 PACKAGED = Path(__file__).resolve().parent.parent / "recipes"
@@ -36,12 +36,6 @@ def packaged_recipes() -> list[str]:
     names = (path.relative_to(PACKAGED).with_suffix("").as_posix() for path in PACKAGED.rglob("*.yaml"))
     # mqar/ belongs to `mdn mqar`; a leading underscore marks what other recipes extend
     return sorted(name for name in names if not name.startswith("mqar/") and not Path(name).name.startswith("_"))
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """' (did you mean X?)' when something known is close to `name`, else ''."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def find_recipe(name: str | Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mdn.plots import figure, save_figure
+from mdn.common.plots import figure, save_figure
 from mdn.training.metrics import read_metrics
 from mdn.training.schema import Recipe
 

@@ -22,14 +22,14 @@ import torch.distributed as dist
 import transformers
 from transformers import AutoTokenizer
 
-from mdn.plots import command_line
+from mdn.common.files import lock_for_life, write_atomically
+from mdn.common.results import command_line
 from mdn.training import checkpoints
 from mdn.training.arguments import training_arguments
 from mdn.training.build import build_model, identity_of, model_config
 from mdn.training.data import PreparedData, prepare_data
 from mdn.training.dataset import PackCollator, PackedSequences
 from mdn.training.distributed import check_sharding, full_model_saves, is_first_rank, world_size
-from mdn.training.files import lock_for_life, write_atomically
 from mdn.training.flow import RunFlow
 from mdn.training.held_out import evaluate
 from mdn.training.recipe import to_yaml

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mdn.common.files import exclusive_lock, write_atomically
+from mdn.common.progress import progress
 from mdn.training.corpus import Corpus
-from mdn.training.files import exclusive_lock, write_atomically
-from mdn.training.progress import progress
 from mdn.training.schema import DataSettings
 from mdn.training.tokenizer import Encoder
 

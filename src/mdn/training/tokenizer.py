@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mdn.training.files import exclusive_lock
+from mdn.common.files import exclusive_lock
 from mdn.training.schema import TokenizerSettings
 
 END_OF_TEXT = "<|endoftext|>"

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
+from mdn.common.files import write_atomically
+from mdn.common.progress import progress
+from mdn.common.workers import completed
 from mdn.evaluation.mqar.recipe import Cell, MqarRecipe
 from mdn.evaluation.mqar.train import run_cell
-from mdn.training.files import write_atomically
-from mdn.training.progress import progress
-from mdn.training.workers import completed
 
 
 def cell_path(out: Path, cell: Cell) -> Path:

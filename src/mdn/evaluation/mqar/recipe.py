@@ -14,10 +14,11 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from mdn.common.errors import nearest
 from mdn.evaluation.mqar.data import check_segment
 from mdn.layers import MIXERS
 from mdn.models import MomentumDeltaNetConfig
-from mdn.training.recipe import PACKAGED, apply_override, nearest, read_yaml
+from mdn.training.recipe import PACKAGED, apply_override, read_yaml
 from mdn.training.schema import Block
 
 

@@ -73,7 +73,7 @@ def table(recipe: MqarRecipe, chosen: list[Chosen]) -> str:
 
 def draw(recipe: MqarRecipe, chosen: list[Chosen], path: Path, command: str | None = None) -> list[Path]:
     """Accuracy against the number of pairs, a panel per length and a row per model size; bars are the spread."""
-    from mdn.plots import MIXER_COLOURS, figure, save_figure
+    from mdn.common.plots import MIXER_COLOURS, figure, save_figure
 
     lengths = sorted({segment.length for segment in recipe.test})
     sizes = sorted({row.hidden_size for row in chosen})

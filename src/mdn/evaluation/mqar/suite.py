@@ -32,7 +32,7 @@ def load_mqar_model(source: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     import mdn.models  # noqa: F401  (registers the architecture)
-    from mdn.models.sources import check_model_source
+    from mdn.common.loading import check_model_source
 
     check_model_source(source)
     return AutoModelForCausalLM.from_pretrained(source).eval()

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mdn.common.progress import progress
 from mdn.evaluation.contains import contains
 from mdn.evaluation.needle.examples import make_example
-from mdn.training.progress import progress
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ def draw_heat_maps(
     command: str | None = None,
 ) -> list[Path]:
     """One panel per entry of ``maps``: scores in [0, 1], [rows, columns], NaN where there is none."""
-    from mdn.plots import figure, save_figure
+    from mdn.common.plots import figure, save_figure
 
     width = max(3.0, 1.4 + 0.55 * len(columns))
     size = (1.0 + width * len(maps), 1.4 + 0.42 * len(rows))

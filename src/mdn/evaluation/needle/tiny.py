@@ -11,11 +11,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from mdn.common.progress import progress
 from mdn.evaluation.mqar.train import rate_at
 from mdn.evaluation.needle.examples import Example, make_example
 from mdn.evaluation.needle.words import Words, make_batch
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
-from mdn.training.progress import progress
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # The state of every mixer has the same size: 4 heads of 16 x 16 (Mamba2: 2 heads of 32 with a state of 16).

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mdn.training import progress
+from mdn.common import progress
 
 Result = TypeVar("Result")
 

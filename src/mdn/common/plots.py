@@ -6,8 +6,6 @@ save_figure(fig, "runs/demo/loss.png", command="mdn train recipes/demo.yaml")
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ matplotlib.use("Agg")  # figures are files here; no display is needed or looked 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from mdn.common.results import command_line
 
 # Distinguishable with the common colour-vision deficiencies (Okabe and Ito's palette, darkest first).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B8A800", "#7A5195", "#8C564B")
@@ -76,12 +76,6 @@ def figure(
         for axis in axes.flat:
             axis.set(xlabel=x, ylabel=y)
     return fig, axes
-
-
-def command_line() -> str:
-    """The command of this process, as a user would type it."""
-    name = Path(sys.argv[0]).name or "python"
-    return shlex.join([name, *sys.argv[1:]])
 
 
 def save_figure(fig: Figure, path: str | Path, command: str | None = None) -> list[Path]:

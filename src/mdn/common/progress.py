@@ -1,0 +1,17 @@
+"""Progress bars."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+silent = False
+"""True in a process that works for another one"""
+
+
+def progress(iterable: Any = None, **options: Any) -> Any:
+    """tqdm; into a file or a log it writes a line every ten seconds instead of a moving bar."""
+    interval = 0.2 if sys.stderr.isatty() else 10.0
+    return tqdm(iterable, mininterval=interval, **({"disable": silent} | options))
