@@ -1,9 +1,12 @@
-"""Test helpers import from tests/ by name, and every worker of `pytest -n 2` keeps to one core."""
+"""Every worker of `pytest -n 2` keeps to one core; child processes import the same package and helpers as the tests."""
 
-import sys
+import os
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+import mdn
+
 torch.set_num_threads(1)
+_IMPORTED_FROM = [Path(__file__).parent, *(Path(folder).parent for folder in mdn.__path__)]
+os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, _IMPORTED_FROM), os.environ.get("PYTHONPATH", "")]).rstrip(":")

@@ -1,6 +1,6 @@
 "use strict";
 // The mathematics of one step on the direction of a unit key. The lines between the two marks are plain arithmetic on
-// purpose: tests/test_report_page.py evaluates the same text in Python and compares it with numpy and the recurrence.
+// purpose: tests/analysis/test_report_page.py evaluates the same text in Python and compares it with numpy and the recurrence.
 
 // <maths>
 function pairEigenvalues(alpha, beta, mu, eta) {

@@ -19,15 +19,15 @@ from mdn.training.data import prepare_data
 from mdn.training.held_out import evaluate
 from training_support import losses, tiny_recipe
 
-TESTS = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("ranks.py")
 JOBS = ("ddp:ddp:2", "fsdp:fsdp:2", "refused:fsdp:2:plain", "hsdp:hsdp:4")
 COPIES = ("one-to-two:copy:run", "two-to-one:copy:ddp", "fsdp-two-to-four:copy:fsdp")
 RESUMES = ("one-to-two:ddp:2", "fsdp-two-to-four:fsdp:4")
 
 
 def run_jobs(root: Path, *jobs: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
-    command = [sys.executable, str(TESTS / "training_ranks.py"), str(root), *jobs]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(root), *jobs]
     output = subprocess.run(command, env=environment, timeout=400, capture_output=True, text=True)
     assert output.returncode == 0, output.stderr
 

@@ -1,6 +1,6 @@
-"""Trains the tiny recipe on several forked processes that talk through gloo; see test_training_distributed.py.
+"""Trains the tiny recipe on several forked processes that talk through gloo; see test_distributed.py.
 
-    python training_ranks.py ROOT NAME:STRATEGY:RANKS[:plain] NAME:copy:SOURCE ...
+    PYTHONPATH=tests python tests/training/ranks.py ROOT NAME:STRATEGY:RANKS[:plain] NAME:copy:SOURCE ...
 
 Every rank of every job writes ROOT/NAME-RANKS-<rank>.json. With `plain`, accelerate stays as it is and does not shard.
 NAME:copy:SOURCE makes NAME what the run SOURCE was at step 9.

@@ -10,7 +10,7 @@ from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
 from mdn.models.catalogue import all_facts, page
 
 RECURRENT = sorted(set(MIXERS) - {"attention"})
-DOCS = Path(__file__).parent.parent / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def model(mixer: str, random: bool = True, **fields) -> MomentumDeltaNetForCausalLM:

@@ -131,7 +131,7 @@ def test_memory_of_inference_tensors_can_be_used() -> None:
 
 def test_the_install_succeeds_without_a_compiler(tmp_path: Path) -> None:
     """build_ext with a compiler that does not exist: a warning, no library, exit code 0."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[3]
     environment = os.environ | {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
     command = [
         sys.executable,

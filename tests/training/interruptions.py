@@ -1,7 +1,7 @@
-"""Runs trainings in forked children that are killed, stopped or cut off from the disk; see test_training_resume.py.
+"""Runs trainings in forked children that are killed, stopped or cut off from the disk; see test_resume.py.
 Forking after the imports makes a start cost milliseconds instead of seconds.
 
-    python training_interruptions.py ROOT     prints one JSON object with what happened to every child
+    PYTHONPATH=tests python tests/training/interruptions.py ROOT   prints JSON: what happened to every child
 """
 
 from __future__ import annotations

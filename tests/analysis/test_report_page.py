@@ -1,6 +1,6 @@
 """The report page without a browser: what it holds, that it asks for nothing, and the explorer's own arithmetic.
 
-The browser's part is tests/test_report_browser.py (marked slow, needs Chromium).
+The browser's part is test_report_browser.py (marked slow, needs Chromium).
 """
 
 import math

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from interpreted import run_interpreted
 
-FLOAT32_TOLERANCE = 1e-5
-FLOAT64_TOLERANCE = 1e-12
-# A kernel rounds a few operands in a row (states, residual, scores); each costs about one unit of the budget.
-ROUNDINGS_IN_A_ROW = 6
+from triton_interpreted import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, assert_all_below, run_interpreted
 
 
 @pytest.fixture(scope="module")
@@ -16,14 +12,6 @@ def results():
     """One process for all float32 groups: starting Triton costs more than a small case."""
     groups = ("hostile_gates", "constant_momentum", "several_chunks", "packs", "decoding")
     return run_interpreted("cases.py", *groups, "strong_coupling", "rounded_inverse")
-
-
-def assert_all_below(cases, tolerance):
-    assert cases
-    too_large = {
-        (case, name): error for case, errors in cases.items() for name, error in errors.items() if error > tolerance
-    }
-    assert not too_large
 
 
 def test_outputs_and_all_gradients_are_exact_for_hostile_gates(results):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-PAGE = Path(__file__).parents[1] / "docs" / "ops.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
 
 
 def test_every_example_of_the_page_runs() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from interpreted import run_interpreted
-from test_triton_numerics import FLOAT32_TOLERANCE, ROUNDINGS_IN_A_ROW, assert_all_below
+
+from triton_interpreted import FLOAT32_TOLERANCE, ROUNDINGS_IN_A_ROW, assert_all_below, run_interpreted
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from mdn.bench.kernel_tables import fill
 from mdn.bench.kernels import BARS, broken_bars, count_launches_and_bytes
 from mdn.ops.triton import availability, tiles
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_importing_the_backend_does_not_import_triton():

@@ -20,13 +20,13 @@ from mdn.training.metrics import read_metrics
 from mdn.training.run import train
 from training_support import losses, tiny_recipe
 
-TESTS = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("interruptions.py")
 RUNS = ("run", "killed")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_plots() -> Iterator[None]:
-    """Drawing takes longer than training here; test_training_demo.py looks at the plots."""
+    """Drawing takes longer than training here; cli/test_demo.py looks at the plots."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "plot_loss", lambda *_: None)
         patch.setattr(run, "plot_gates", lambda *_: None)
@@ -44,8 +44,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def interrupted(whole: Path) -> dict[str, Any]:
     """What happened to the children of training_interruptions.py."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
-    script = [sys.executable, str(TESTS / "training_interruptions.py"), str(whole)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    script = [sys.executable, str(SCRIPT), str(whole)]
     output = subprocess.run(script, capture_output=True, text=True, env=environment, timeout=400)
     assert output.returncode == 0, output.stderr
     return json.loads(output.stdout.splitlines()[-1])

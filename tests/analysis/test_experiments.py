@@ -21,7 +21,7 @@ from mdn.models import MomentumDeltaNetForCausalLM
 from mdn.training.build import count_parameters
 from mdn.training.non_finite import NonFiniteError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TINY = Size(hidden_size=32, layers=2, heads=2, vocab_size=50)
 
 
