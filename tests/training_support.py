@@ -6,8 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from mdn.training.recipe import validate
-from mdn.training.schema import Recipe
+from mdn.training.recipe import Recipe, validate
 
 WORDS = ("alpha", "beta", "gamma", "delta", "momentum", "state", "gate", "value", "key", "query", "token", "chunk")
 
@@ -55,7 +54,7 @@ def tiny_recipe(root: Path, name: str = "run", **overrides: Any) -> Recipe:
 
 def losses(run_dir: Path) -> list[str]:
     """The loss of every step as hexadecimal: equal strings are equal bits."""
-    from mdn.training.metrics import read_metrics
+    from mdn.training.monitor import read_metrics
 
     lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))

@@ -19,7 +19,7 @@ from mdn.cli import main
 from mdn.layers import MIXERS, MomentumDeltaNet
 from mdn.models import MomentumDeltaNetForCausalLM
 from mdn.training.build import count_parameters
-from mdn.training.non_finite import NonFiniteError
+from mdn.training.monitor import NonFiniteError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Size(hidden_size=32, layers=2, heads=2, vocab_size=50)
@@ -123,7 +123,7 @@ def test_a_cell_trains_measures_growth_and_is_not_run_twice(tmp_path, text, monk
 
 def test_a_diverged_cell_names_its_step(tmp_path, text, monkeypatch):
     def fail(recipe):
-        raise NonFiniteError("step 17: loss nan, gradient norm nan")
+        raise NonFiniteError("step 17: loss nan, gradient norm nan", step=17)
 
     monkeypatch.setattr(ablation, "train", fail)
     result = ablation.run_cell(Cell("full", 0, EXACT), tiny_scale(text), tmp_path / "out")

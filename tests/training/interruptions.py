@@ -22,7 +22,7 @@ import torch
 
 from mdn import cli
 from mdn.training import checkpoints, run, trainer
-from mdn.training.metrics import read_metrics
+from mdn.training.monitor import read_metrics
 from mdn.training.recipe import to_yaml
 from training_support import tiny_recipe
 

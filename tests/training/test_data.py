@@ -16,12 +16,11 @@ import torch
 from transformers import AutoTokenizer
 
 from mdn.models import MomentumDeltaNetForCausalLM
-from mdn.training import token_cache
+from mdn.training import tokens as token_cache
 from mdn.training.build import model_config
 from mdn.training.corpus import open_corpus, standard_library_files
-from mdn.training.data import prepare_data
-from mdn.training.dataset import PackCollator, PackedSequences
-from mdn.training.schema import DataSettings, TokenizerSettings
+from mdn.training.dataset import PackCollator, PackedSequences, prepare_data
+from mdn.training.recipe import DataSettings, TokenizerSettings
 from mdn.training.tokenizer import Encoder, prepare_tokenizer
 from training_support import tiny_recipe, write_corpus
 
@@ -179,8 +178,8 @@ def test_preparation_killed_in_the_middle_resumes_and_gives_the_same_tokens(tmp_
 import os, signal
 from pathlib import Path
 from training_support import tiny_recipe
-from mdn.training import token_cache
-from mdn.training.data import prepare_data
+from mdn.training import tokens as token_cache
+from mdn.training.dataset import prepare_data
 token_cache._shard_bytes = lambda corpus: 2000
 write, count = token_cache.write_atomically, 0
 def dying(path, content):

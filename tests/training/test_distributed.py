@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mdn.training import checkpoints, run
-from mdn.training.data import prepare_data
-from mdn.training.held_out import evaluate
+from mdn.training.dataset import prepare_data
+from mdn.training.evaluate import evaluate
 from training_support import losses, tiny_recipe
 
 SCRIPT = Path(__file__).with_name("ranks.py")

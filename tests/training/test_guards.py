@@ -14,12 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mdn.models import MomentumDeltaNetForCausalLM
 from mdn.training import checkpoints, run, trainer
 from mdn.training.build import build_model, model_config
-from mdn.training.data import prepare_data
-from mdn.training.gate_statistics import measure
-from mdn.training.held_out import evaluate
-from mdn.training.metrics import read_metrics
-from mdn.training.non_finite import NonFiniteError
-from mdn.training.references import measure_references
+from mdn.training.dataset import prepare_data
+from mdn.training.evaluate import evaluate, measure_references
+from mdn.training.monitor import NonFiniteError, measure, read_metrics
 from mdn.training.tokenizer import Encoder
 from training_support import losses, tiny_recipe
 

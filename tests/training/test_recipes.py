@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from mdn.cli import main
-from mdn.training.arguments import plan_batch
 from mdn.training.build import model_config
+from mdn.training.plan import plan_batch
 from mdn.training.recipe import find_recipe, load_recipe, packaged_recipes, to_yaml, validate
 
 MODELS = ("mdn", "gdn", "comba", "kda", "mamba2", "transformer")

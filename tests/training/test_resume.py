@@ -16,7 +16,7 @@ import pytest
 
 from mdn.common import files
 from mdn.training import checkpoints, run
-from mdn.training.metrics import read_metrics
+from mdn.training.monitor import read_metrics
 from mdn.training.run import train
 from training_support import losses, tiny_recipe
 

@@ -27,12 +27,10 @@ from mdn.common.files import exclusive_lock, write_atomically
 from mdn.common.progress import progress
 from mdn.common.results import plain
 from mdn.common.workers import completed
-from mdn.training.data import prepare_data
-from mdn.training.metrics import read_metrics
-from mdn.training.non_finite import NonFiniteError
-from mdn.training.recipe import validate
+from mdn.training.dataset import prepare_data
+from mdn.training.monitor import NonFiniteError, read_metrics
+from mdn.training.recipe import Recipe, validate
 from mdn.training.run import train
-from mdn.training.schema import Recipe
 
 GROWTH_TOKENS = 2048
 EXACT, PAPER = "exact", "paper"
@@ -162,18 +160,11 @@ def _run_cell(cell: Cell, scale: Scale, run_dir: Path) -> dict[str, Any]:
             raise KeyboardInterrupt
         result |= {"held_out": outcome.summary["held_out"], "parameters": outcome.summary["parameters"]}
     except NonFiniteError as error:
-        result |= {"diverged": _step_of(str(error)), "message": str(error)}
+        result |= {"diverged": error.step, "message": str(error)}
     result["seconds"] = time.monotonic() - started
     result |= _dynamics(cell, recipe, run_dir)
     write_atomically(path, (json.dumps(plain(result), indent=1) + "\n").encode())
     return plain(result)
-
-
-def _step_of(message: str) -> int:
-    found = re.search(r"step (\d+)", message)
-    if found is None:
-        raise ValueError(f"no step in {message!r}")
-    return int(found[1])
 
 
 def _dynamics(cell: Cell, recipe: Recipe, run_dir: Path) -> dict[str, Any]:

@@ -141,8 +141,8 @@ def _text(cell: Cell, out: Path) -> dict[str, Any]:
 
     from mdn.analysis.ablation import Cell as AblationCell
     from mdn.analysis.ablation import Scale, recipe_of
-    from mdn.training.data import prepare_data
-    from mdn.training.held_out import evaluate
+    from mdn.training.dataset import prepare_data
+    from mdn.training.evaluate import evaluate
     from mdn.training.run import train
 
     run_dir = out / f"text-block{cell.block_size}-seed{cell.seed}"

@@ -28,9 +28,9 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     if args.dry_run:
         return _dry_run(recipe, args)
-    from mdn.training.distributed import is_first_rank
-    from mdn.training.non_finite import NonFiniteError
+    from mdn.training.monitor import NonFiniteError
     from mdn.training.run import train
+    from mdn.training.trainer import is_first_rank
 
     try:
         result = train(recipe)

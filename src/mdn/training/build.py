@@ -12,7 +12,7 @@ from transformers import set_seed
 
 from mdn.common.errors import nearest
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
-from mdn.training.schema import Recipe
+from mdn.training.recipe import Recipe
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # Entries of a JSON config that say what it is, not what the model looks like.

@@ -1,7 +1,8 @@
-"""Where documents come from: the Python standard library, local files, or a dataset on the Hub.
+"""Where documents come from, and which of them are held out.
 
-A corpus gives its documents in a fixed order (`documents(start)`), a fingerprint of its content, and its size where
-known. A document is a string; empty ones are passed on, so that `start` counts what the source counts.
+A corpus is the Python standard library, local files, or a dataset on the Hub. It gives its documents in a fixed order
+(`documents(start)`), a fingerprint of its content, and its size where known. A document is a string; empty ones are
+passed on, so that `start` counts what the source counts. `split_documents` adds the side of the split.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from mdn.common.files import write_atomically
-from mdn.training.schema import DataSettings
+from mdn.training.recipe import DataSettings
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
@@ -202,3 +204,44 @@ def open_corpus(settings: DataSettings, cache_dir: Path) -> Corpus:
         return FileCorpus("the Python standard library", standard_library_files(), settings.text_field, cache_dir)
     files = local_files(settings.paths)
     return FileCorpus(", ".join(settings.paths), files, settings.text_field, cache_dir)
+
+
+@dataclass(frozen=True)
+class Document:
+    text: str
+    held_out: bool
+    digest: int
+    size: int  # bytes of UTF-8
+
+
+def split_documents(corpus: Corpus, settings: DataSettings, start: int = 0) -> Iterator[Document]:
+    """The documents from number `start` on, with their side of the split; a corpus of one document is cut in two.
+
+    The first document is always held out, so that no corpus is without held-out text.
+    """
+    texts = corpus.documents()
+    first = next(texts, "")
+    second = next(texts, None)
+    if second is None:
+        yield from list(_cut(first, settings.held_out))[start:]
+        return
+    first_digest = _document(first, False).digest
+    threshold = int(settings.held_out * 2**64)
+    for text in corpus.documents(start):
+        document = _document(text, False)
+        held_out = document.digest < threshold or document.digest == first_digest
+        yield Document(text, held_out, document.digest, document.size)
+
+
+def _document(text: str, held_out: bool) -> Document:
+    raw = text.encode("utf-8", errors="replace")
+    return Document(text, held_out, int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little"), len(raw))
+
+
+def _cut(text: str, held_out: float) -> Iterator[Document]:
+    """The beginning for training and the end held out, cut after a line where there is one near."""
+    middle = int(len(text) * (1 - held_out))
+    line_end = text.find("\n", middle, middle + 2000)
+    middle = line_end + 1 if line_end >= 0 else middle
+    yield _document(text[:middle], False)
+    yield _document(text[middle:], True)

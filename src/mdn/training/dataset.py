@@ -1,4 +1,6 @@
-"""Packed training sequences: documents end to end, cut into rows of T tokens, in an order fixed by the seed.
+"""The token streams of a recipe, and packed training sequences.
+
+Documents stand end to end and are cut into rows of T tokens, in an order fixed by the seed.
 
 The stream of a split is  end d1 d1 d1 end d2 d2 end ...  The end-of-text id is the last target of a document and the
 first input of the next, so a document's first token is predicted from `end` alone. With `reset_at_documents` a pack
@@ -10,14 +12,19 @@ number of ranks changes the order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from mdn.training.token_cache import TokenCache
+from mdn.training.corpus import open_corpus
+from mdn.training.recipe import Recipe
+from mdn.training.tokenizer import prepare_tokenizer
+from mdn.training.tokens import TokenCache, corpus_key, default_cache_dir, prepare_tokens, split_documents
 
 
 class TokenStream:
@@ -116,3 +123,27 @@ class PackCollator:
         inputs, targets = inputs.view(1, -1), targets.view(1, -1)
         boundaries = torch.tensor(sorted(cuts), dtype=torch.int64)
         return {"input_ids": inputs, "labels": inputs, "shift_labels": targets, "cu_seqlens": boundaries}
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    cache: TokenCache
+    tokenizer: Path
+    training: TokenStream
+    held_out: TokenStream
+
+
+def prepare_data(recipe: Recipe) -> PreparedData:
+    """Tokenizer and token cache of the recipe, made now or found; every rank may call this at the same time."""
+    cache_dir = default_cache_dir(recipe.data)
+    corpus = open_corpus(recipe.data, cache_dir)
+
+    def training_texts() -> Iterator[str]:
+        return (document.text for document in split_documents(corpus, recipe.data) if not document.held_out)
+
+    tokenizer = prepare_tokenizer(recipe.tokenizer, corpus_key(corpus, recipe.data), cache_dir, training_texts)
+    cache = prepare_tokens(corpus, recipe.data, tokenizer, cache_dir)
+    held_out = held_out_stream(cache, recipe.data.held_out_bytes)
+    if not held_out.bytes:
+        raise ValueError(f"data.held_out={recipe.data.held_out} leaves no held-out text in {corpus.name}")
+    return PreparedData(cache, tokenizer, training_stream(cache), held_out)

@@ -7,11 +7,33 @@ from dataclasses import dataclass
 import torch
 
 from mdn.models import MomentumDeltaNetForCausalLM
-from mdn.training.arguments import BatchPlan, plan_batch
 from mdn.training.build import model_config
-from mdn.training.schema import Recipe, TokenizerSettings
+from mdn.training.recipe import Recipe, TokenizerSettings, TrainingSettings
 
 GPT2_VOCABULARY = 50257
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimiser step of `rows` sequences is spread: ranks x accumulation x micro."""
+
+    rows: int
+    ranks: int
+    micro: int
+    accumulation: int
+
+
+def plan_batch(training: TrainingSettings, ranks: int) -> BatchPlan:
+    """The largest micro-batch up to the wished one that divides a rank's share evenly."""
+    rows = training.batch_sequences
+    if rows % ranks:
+        raise ValueError(
+            f"training.batch_tokens={training.batch_tokens} is {rows} sequences of {training.sequence_length} tokens, "
+            f"which {ranks} ranks cannot share evenly; use a number of ranks that divides {rows}"
+        )
+    share = rows // ranks
+    micro = max(n for n in range(1, min(training.micro_batch_sequences, share) + 1) if share % n == 0)
+    return BatchPlan(rows, ranks, micro, share // micro)
 
 
 @dataclass(frozen=True)

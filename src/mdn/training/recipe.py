@@ -1,6 +1,9 @@
-"""Reading recipes: find the file, apply `key=value` overrides, validate, and say clearly what is wrong.
+"""Recipes: what one may say (a typed class per block), and how one is found, overridden and checked.
 
-recipe = load_recipe("demo", ["training.steps=20", "model.mixer=gated_deltanet"])
+    recipe = load_recipe("demo", ["training.steps=20", "model.mixer=gated_deltanet"])
+
+A recipe is a YAML file with the blocks `model`, `data`, `tokenizer`, `training`, `logging`, `distributed` and `sample`.
+A wrong key is an error that names the nearest right one.
 """
 
 from __future__ import annotations
@@ -8,13 +11,186 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mdn.common.errors import nearest
-from mdn.training.schema import Recipe
+
+
+class Block(BaseModel):
+    """A block of a recipe: unknown keys are errors, and a recipe does not change after it was read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class DataSettings(Block):
+    """Where the text comes from and how it is cut."""
+
+    source: Literal["stdlib", "files", "hub"] = Field(
+        "stdlib", description="Python's own sources, local files, or a Hub dataset"
+    )
+    paths: tuple[str, ...] = Field((), description="files or folders (.txt, .jsonl, .parquet) when source is files")
+    dataset: str | None = Field(None, description="owner/name on the Hub when source is hub")
+    subset: str | None = Field(None, description="configuration name of the Hub dataset")
+    split: str = Field("train", description="split of the Hub dataset")
+    revision: str | None = Field(None, description="commit or tag of the Hub dataset; part of the cache key")
+    streaming: bool = Field(True, description="read the Hub dataset as a stream instead of downloading it first")
+    text_field: str = Field("text", description="name of the text column of .jsonl, .parquet and Hub data")
+    max_bytes: int | None = Field(
+        None, gt=0, description="stop reading after this many bytes of text; null reads everything"
+    )
+    held_out: float = Field(0.05, gt=0, lt=1, description="share of the documents kept out of training")
+    held_out_bytes: int | None = Field(1_000_000, gt=0, description="evaluate on at most this much held-out text")
+    reset_at_documents: bool = Field(True, description="the state does not cross from one document to the next")
+    workers: int | None = Field(None, ge=1, description="processes that tokenise; null takes one per core, at most 16")
+    cache_dir: str | None = Field(None, description="where token caches live; null: $MDN_CACHE or ~/.cache/mdn")
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> DataSettings:
+        if self.source == "files" and not self.paths:
+            raise ValueError("data.paths is empty, but data.source is files: give at least one file or folder")
+        if self.source == "hub" and not self.dataset:
+            raise ValueError("data.dataset is missing, but data.source is hub: give owner/name")
+        if self.source != "files" and self.paths:
+            raise ValueError(
+                f"data.paths is given, but data.source is {self.source}: set data.source=files to read them"
+            )
+        return self
+
+
+class TokenizerSettings(Block):
+    """How text becomes token ids."""
+
+    kind: Literal["bytes", "bpe", "gpt2", "pretrained"] = Field("bytes", description="bpe is trained on the corpus")
+    vocab_size: int = Field(4096, ge=257, description="size of the vocabulary when kind is bpe")
+    train_bytes: int = Field(10_000_000, gt=0, description="bytes of training text the bpe is learnt from")
+    path: str | None = Field(None, description="directory or Hub name when kind is pretrained")
+
+    @model_validator(mode="after")
+    def _path_belongs_to_pretrained(self) -> TokenizerSettings:
+        if (self.kind == "pretrained") != (self.path is not None):
+            raise ValueError("tokenizer.path is needed when tokenizer.kind is pretrained, and only then")
+        return self
+
+
+class TrainingSettings(Block):
+    """Optimiser, schedule and batch. The batch is counted in tokens, so it does not depend on the number of devices."""
+
+    batch_tokens: int = Field(524_288, gt=0, description="tokens of one optimiser step over all devices")
+    sequence_length: int = Field(4096, ge=2)
+    micro_batch_tokens: int | None = Field(
+        None, gt=0, description="tokens of one pass on one device; null: one sequence"
+    )
+    steps: int | None = Field(None, gt=0, description="optimiser steps; give steps or tokens")
+    tokens: int | None = Field(None, gt=0, description="tokens to train on, rounded down to whole steps")
+    learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
+    warmup_steps: int = Field(1024, ge=0)
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="what follows the warm-up")
+    min_learning_rate_ratio: float = Field(0.1, ge=0, le=1, description="where cosine ends, as a share of the peak")
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = Field(1e-15, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    decay_gates: bool = Field(False, description="decay gate parameters, biases and norms too")
+    clip_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this norm; 0 leaves them")
+    precision: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    compile: bool = Field(False, description="torch.compile the model")
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop", description="what to do with a NaN or infinite loss or gradient"
+    )
+    max_skipped_steps: int = Field(20, ge=1, description="with non_finite: skip, stop after this many in a row")
+    loader_workers: int = Field(0, ge=0, description="processes that read batches ahead")
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> TrainingSettings:
+        if (self.steps is None) == (self.tokens is None):
+            raise ValueError(
+                f"give training.steps or training.tokens, not both; got steps={self.steps}, tokens={self.tokens}"
+            )
+        if self.batch_tokens % self.sequence_length:
+            raise ValueError(
+                f"training.batch_tokens must be a multiple of training.sequence_length; {self.batch_tokens} is not a "
+                f"multiple of {self.sequence_length}"
+            )
+        if self.micro_batch_tokens is not None and self.micro_batch_tokens % self.sequence_length:
+            raise ValueError(
+                f"training.micro_batch_tokens must be a multiple of training.sequence_length; "
+                f"{self.micro_batch_tokens} is not a multiple of {self.sequence_length}"
+            )
+        if self.total_steps < 1:
+            raise ValueError(
+                f"training.tokens must be at least training.batch_tokens={self.batch_tokens}; got {self.tokens}"
+            )
+        return self
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps if self.steps is not None else (self.tokens or 0) // self.batch_tokens
+
+    @property
+    def batch_sequences(self) -> int:
+        return self.batch_tokens // self.sequence_length
+
+    @property
+    def micro_batch_sequences(self) -> int:
+        return (self.micro_batch_tokens or self.sequence_length) // self.sequence_length
+
+
+class LoggingSettings(Block):
+    """What is written while training runs, in steps. 0 switches the thing off."""
+
+    log_every: int = Field(10, ge=1, description="steps between lines of the progress bar and TensorBoard")
+    gates_every: int = Field(100, ge=0, description="steps between gate statistics and state norms")
+    evaluate_every: int = Field(
+        0, ge=0, description="steps between held-out evaluations; there is one at the end anyway"
+    )
+    save_every: int = Field(500, ge=0, description="steps between checkpoints; there is one at the end anyway")
+    keep_checkpoints: int = Field(2, ge=1, description="complete checkpoints kept on disk")
+    tensorboard: bool = True
+
+
+class DistributedSettings(Block):
+    """How the model is spread over the processes that torchrun started."""
+
+    strategy: Literal["ddp", "fsdp", "hsdp"] = Field("ddp", description="fsdp and hsdp shard parameters (FSDP2)")
+    shard_size: int | None = Field(None, ge=1, description="ranks that share one copy of the model, for hsdp")
+
+    @model_validator(mode="after")
+    def _hsdp_has_a_shard_size(self) -> DistributedSettings:
+        if (self.strategy == "hsdp") != (self.shard_size is not None):
+            raise ValueError("distributed.shard_size is needed when distributed.strategy is hsdp, and only then")
+        return self
+
+
+class SampleSettings(Block):
+    """The text completed at the end of training. An empty prompt switches it off."""
+
+    prompt: str = ""
+    max_new_tokens: int = Field(120, ge=1)
+    temperature: float = Field(0.0, ge=0, description="0 takes the likeliest token every time")
+
+
+class Recipe(Block):
+    """A whole training run."""
+
+    name: str = Field(min_length=1, description="names the run and its directory")
+    description: str = ""
+    output: str | None = Field(None, description="directory of the run; null: runs/<name>")
+    seed: int = Field(42, ge=0)
+    model: dict[str, Any] = Field(description="`config`: a name in mdn/configs or a path; other keys are config fields")
+    data: DataSettings = DataSettings()  # type: ignore[call-arg]
+    tokenizer: TokenizerSettings = TokenizerSettings()  # type: ignore[call-arg]
+    training: TrainingSettings
+    logging: LoggingSettings = LoggingSettings()  # type: ignore[call-arg]
+    distributed: DistributedSettings = DistributedSettings()  # type: ignore[call-arg]
+    sample: SampleSettings = SampleSettings()  # type: ignore[call-arg]
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.output) if self.output else Path("runs") / self.name
+
 
 PACKAGED = Path(__file__).resolve().parent.parent / "recipes"
 

@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mdn.common.files import exclusive_lock
-from mdn.training.schema import TokenizerSettings
+from mdn.training.recipe import TokenizerSettings
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES_END_ID = 256

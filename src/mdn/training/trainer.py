@@ -8,10 +8,16 @@ get_decay_parameter_names (collected before any wrapping).
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,9 +28,127 @@ from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from mdn.training import checkpoints
-from mdn.training.non_finite import NonFiniteError, explain
-from mdn.training.schema import Recipe
-from mdn.training.stopping import StopSignal
+from mdn.training.checkpoints import Checkpoint
+from mdn.training.monitor import NonFiniteError, explain
+from mdn.training.plan import plan_batch
+from mdn.training.recipe import Recipe, TrainingSettings
+
+BLOCK_CLASS = "MomentumDeltaNetBlock"
+
+
+def _schedule(training: TrainingSettings) -> dict[str, Any]:
+    if training.schedule == "cosine":
+        rate = {"min_lr_rate": training.min_learning_rate_ratio}
+        return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": rate}
+    names = {"linear": "linear", "constant": "constant_with_warmup"}
+    return {"lr_scheduler_type": names[training.schedule]}
+
+
+def _sharding(recipe: Recipe, ranks: int) -> dict[str, Any]:
+    """FSDP2 (fsdp), or FSDP2 inside groups of `shard_size` ranks and plain copies across groups (hsdp)."""
+    if recipe.distributed.strategy == "ddp":
+        return {"ddp_find_unused_parameters": False} if ranks > 1 else {}
+    arguments: dict[str, Any] = {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": [BLOCK_CLASS],
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "cpu_ram_efficient_loading": False,
+            "activation_checkpointing": recipe.training.gradient_checkpointing,
+        },
+    }
+    if recipe.distributed.strategy == "hsdp":
+        from accelerate import ParallelismConfig
+
+        shard = recipe.distributed.shard_size or 1
+        if ranks % shard:
+            raise ValueError(f"distributed.shard_size={shard} does not divide the number of ranks, {ranks}")
+        arguments["parallelism_config"] = ParallelismConfig(dp_replicate_size=ranks // shard, dp_shard_size=shard)
+    return arguments
+
+
+def training_arguments(recipe: Recipe, run_dir: Path, ranks: int) -> TrainingArguments:
+    training, plan = recipe.training, plan_batch(recipe.training, ranks)
+    on_cpu = not torch.cuda.is_available()
+    sharded = recipe.distributed.strategy != "ddp"
+    arguments = TrainingArguments(
+        output_dir=str(run_dir),
+        seed=recipe.seed,
+        data_seed=recipe.seed,
+        max_steps=training.total_steps,
+        per_device_train_batch_size=plan.micro,
+        gradient_accumulation_steps=plan.accumulation,
+        learning_rate=training.learning_rate,
+        warmup_steps=training.warmup_steps,
+        adam_beta1=training.betas[0],
+        adam_beta2=training.betas[1],
+        adam_epsilon=training.epsilon,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.clip_norm,
+        bf16=training.precision == "bfloat16",
+        gradient_checkpointing=training.gradient_checkpointing and not sharded,
+        torch_compile=training.compile,
+        use_cpu=on_cpu,
+        dataloader_pin_memory=not on_cpu,
+        dataloader_num_workers=training.loader_workers,
+        remove_unused_columns=False,
+        include_num_input_tokens_seen="no",
+        logging_strategy="no",
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        eval_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **_schedule(training),
+        **_sharding(recipe, ranks),
+    )
+    if arguments.n_gpu > 1:
+        # The engine would spread one process over all GPUs and so multiply the batch. Several GPUs are torchrun's job.
+        arguments._n_gpu = 1
+    return arguments
+
+
+class StopRequested(BaseException):
+    """The user (or a job scheduler) asked to stop, and nothing is pending that must be saved first."""
+
+
+class StopSignal:
+    """Remembers that a stop was asked for. While `deferred`, it only remembers; else it raises StopRequested."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._deferred = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = self.requested
+        self.requested = True
+        if not self._deferred:
+            raise StopRequested(signal.Signals(number).name)
+        if again and number == signal.SIGINT:
+            raise KeyboardInterrupt  # a second Ctrl-C means now; the last checkpoint on disk stays whole
+
+    @contextmanager
+    def installed(self) -> Iterator[StopSignal]:
+        """Handle the signals inside the block. Only the main thread can; elsewhere nothing is installed."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside the block a signal is remembered for whoever looks at `requested`."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
 
 
 @dataclass(frozen=True)
@@ -115,9 +239,10 @@ class RecipeTrainer(Trainer):
         text = explain(plain, inputs, number, self.step.loss, self.step.grad_norm)
         limit = self.recipe.training.max_skipped_steps
         if self.recipe.training.non_finite == "stop":
-            raise NonFiniteError(text)
+            raise NonFiniteError(text, number)
         if self.skipped_in_a_row > limit:
-            raise NonFiniteError(f"{text}; {limit} steps in a row were skipped already (training.max_skipped_steps)")
+            text += f"; {limit} steps in a row were skipped already (training.max_skipped_steps)"
+            raise NonFiniteError(text, number)
         if self.is_world_process_zero():
             tqdm.write(f"step skipped: {text}", file=sys.stderr)
         model.zero_grad()  # without gradients the optimiser leaves parameters and its own state as they are
@@ -171,3 +296,62 @@ def decayed_parameters(model: nn.Module, decay_gates: bool) -> list[str]:
     listed: Any = getattr(model, "no_weight_decay_names", list)
     undecayed = set(listed())
     return [n for n in names if n not in undecayed and not n.endswith("bias") and "norm" not in n.rsplit(".", 2)[-2]]
+
+
+def world_size() -> int:
+    """Processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_rank() -> bool:
+    """True in the one process that prints and writes."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def check_sharding(trainer: Any, checkpoint: Checkpoint | None) -> None:
+    """Refuse, before any training, a sharding that the engine did not take up or a checkpoint of the other kind.
+
+    accelerate silently trains with plain data parallelism where it does not support FSDP (on CPU, or in one process).
+    """
+    strategy = trainer.recipe.distributed.strategy
+    wanted = strategy != "ddp"
+    if wanted and not trainer.is_fsdp_enabled:
+        raise ValueError(
+            f"distributed.strategy={strategy} was asked for, but the model would not be sharded here: "
+            "it needs several processes with GPUs (start with torchrun), or set distributed.strategy=ddp"
+        )
+    if checkpoint is not None and bool(checkpoint.facts.get("sharded")) != wanted:
+        kind = "sharded" if checkpoint.facts.get("sharded") else "unsharded"
+        raise ValueError(
+            f"{checkpoint.path} is {kind}, but distributed.strategy={strategy}: "
+            f"resume with {'fsdp or hsdp' if kind == 'sharded' else 'ddp'}"
+        )
+
+
+def assert_parameters_are_sharded(trainer: Any) -> None:
+    """Once the model is wrapped: every parameter must be a DTensor if sharding was asked for."""
+    if trainer.recipe.distributed.strategy == "ddp":
+        return
+    from torch.distributed.tensor import DTensor
+
+    plain = [name for name, parameter in trainer.model.named_parameters() if not isinstance(parameter, DTensor)]
+    if plain:
+        raise ValueError(
+            f"distributed.strategy={trainer.recipe.distributed.strategy} was asked for, but {len(plain)} parameters "
+            f"are not sharded, first {plain[0]}"
+        )
+
+
+@contextmanager
+def full_model_saves(trainer: Any) -> Iterator[None]:
+    """Inside the block `trainer.save_model` writes one whole model even if its parameters are sharded."""
+    if not trainer.is_fsdp_enabled:
+        yield
+        return
+    plugin = trainer.accelerator.state.fsdp_plugin
+    before = plugin.state_dict_type
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    try:
+        yield
+    finally:
+        plugin.set_state_dict_type(getattr(before, "name", str(before)))

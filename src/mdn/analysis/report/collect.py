@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mdn.training.metrics import read_metrics
+from mdn.training.monitor import read_metrics
 
 LARGEST_RESULT = 20_000_000
 # Parts of a model or a checkpoint: not results.

@@ -18,8 +18,7 @@ from mdn.common.errors import nearest
 from mdn.evaluation.mqar.data import check_segment
 from mdn.layers import MIXERS
 from mdn.models import MomentumDeltaNetConfig
-from mdn.training.recipe import PACKAGED, apply_override, read_yaml
-from mdn.training.schema import Block
+from mdn.training.recipe import PACKAGED, Block, apply_override, read_yaml
 
 
 class Segment(Block):

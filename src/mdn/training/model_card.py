@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mdn.common.plots import figure, save_figure
-from mdn.training.metrics import read_metrics
-from mdn.training.schema import Recipe
+from mdn.training.monitor import read_metrics
+from mdn.training.recipe import Recipe
 
 GATE_PANELS = (
     ("alpha", "forgetting α"),
@@ -26,6 +25,8 @@ GATE_PANELS = (
 
 def plot_loss(run_dir: Path, recipe: Recipe, command: str) -> Path | None:
     """loss.png and loss.svg: every step, its running mean, and the held-out evaluations."""
+    from mdn.common.plots import figure, save_figure
+
     lines = read_metrics(run_dir / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     if not steps:
@@ -50,6 +51,8 @@ def plot_loss(run_dir: Path, recipe: Recipe, command: str) -> Path | None:
 
 def plot_gates(run_dir: Path, recipe: Recipe, command: str) -> Path | None:
     """gates.png and gates.svg: mean gates and state norm of every layer over training; None without gates."""
+    from mdn.common.plots import figure, save_figure
+
     lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if "gates" in line]
     present = [(key, title) for key, title in GATE_PANELS if lines and any(key in v for v in lines[0]["gates"])]
     if not present:

@@ -1,21 +1,35 @@
-"""Held-out perplexity and bits per byte.
+"""How good a model is: held-out perplexity and bits per byte, what simple methods need for the same text, a sample.
 
 Every id of the stream after its first is predicted once, in windows of T tokens (a window's first tokens see little
 context, so the figures are slightly pessimistic). Bits per byte divides the bits of all ids, document ends included, by
 the bytes of the text: what a compressor built on the model would need.
+
+References, the scale on which that figure is read, in bits per byte of the same text:
+
+uniform    8 bits: every byte equally likely
+unigram    byte frequencies of the training text (each count plus one), used as a code for the held-out text
+xz         `xz -9` on the held-out text alone
 """
 
 from __future__ import annotations
 
+import lzma
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import mdn.models  # noqa: F401 (registers the architecture with the Auto classes)
 from mdn.common.progress import progress
 from mdn.training.dataset import PackCollator, TokenStream
+from mdn.training.recipe import SampleSettings
+from mdn.training.tokenizer import Encoder
 
 PASS_TOKENS = 4096
 
@@ -85,3 +99,45 @@ def evaluate(
         "bytes": stream.bytes,
         "documents": len(stream.documents),
     }
+
+
+UNIGRAM_BYTES = 5_000_000
+
+
+def texts_of(stream: TokenStream, encoder: Encoder) -> Iterator[bytes]:
+    """The documents of a stream, back from their tokens."""
+    for document in stream.documents:
+        ids = stream.cache.read(int(document), 0, int(stream.cache.documents["tokens"][document]))
+        yield encoder.decode(ids)
+
+
+def measure_references(training: TokenStream, held_out: TokenStream, encoder: Encoder) -> dict[str, float]:
+    """Bits per byte of uniform, unigram and xz codes on the held-out stream."""
+    counts = np.ones(256)
+    seen = 0
+    for text in texts_of(training, encoder):
+        counts += np.bincount(np.frombuffer(text, dtype=np.uint8), minlength=256)
+        seen += len(text)
+        if seen > UNIGRAM_BYTES:
+            break
+    target = b"".join(texts_of(held_out, encoder))
+    bits = -np.log2(counts / counts.sum())
+    unigram = float(bits[np.frombuffer(target, dtype=np.uint8)].mean())
+    xz = 8 * len(lzma.compress(target, preset=9)) / len(target)
+    return {"uniform bytes": math.log2(256), "unigram bytes": unigram, "xz -9": xz}
+
+
+def complete(directory: Path, settings: SampleSettings) -> str:
+    """The prompt and its continuation."""
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    inputs = tokenizer(settings.prompt, return_tensors="pt", add_special_tokens=False)
+    # Training texts begin with the end-of-text id, so a prompt does too.
+    start = torch.tensor([[tokenizer.eos_token_id]])
+    ids = torch.cat([start, inputs["input_ids"]], dim=1)
+    torch.manual_seed(0)  # the same model says the same thing
+    choice = {"do_sample": True, "temperature": settings.temperature} if settings.temperature else {"do_sample": False}
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=settings.max_new_tokens, pad_token_id=0, **choice
+    )
+    return str(tokenizer.decode(output[0, 1:], skip_special_tokens=True))

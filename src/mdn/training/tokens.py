@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -28,54 +27,13 @@ import numpy as np
 
 from mdn.common.files import exclusive_lock, write_atomically
 from mdn.common.progress import progress
-from mdn.training.corpus import Corpus
-from mdn.training.schema import DataSettings
+from mdn.training.corpus import Corpus, Document, split_documents
+from mdn.training.recipe import DataSettings
 from mdn.training.tokenizer import Encoder
 
 DOCUMENT = np.dtype([("start", "<i8"), ("tokens", "<i8"), ("bytes", "<i8"), ("digest", "<u8"), ("held_out", "?")])
 FORMAT = 1
 SMALL_CORPUS = 4 << 20  # below this many bytes, starting worker processes takes longer than the work
-
-
-@dataclass(frozen=True)
-class Document:
-    text: str
-    held_out: bool
-    digest: int
-    size: int  # bytes of UTF-8
-
-
-def split_documents(corpus: Corpus, settings: DataSettings, start: int = 0) -> Iterator[Document]:
-    """The documents from number `start` on, with their side of the split; a corpus of one document is cut in two.
-
-    The first document is always held out, so that no corpus is without held-out text.
-    """
-    texts = corpus.documents()
-    first = next(texts, "")
-    second = next(texts, None)
-    if second is None:
-        yield from list(_cut(first, settings.held_out))[start:]
-        return
-    first_digest = _document(first, False).digest
-    threshold = int(settings.held_out * 2**64)
-    for text in corpus.documents(start):
-        document = _document(text, False)
-        held_out = document.digest < threshold or document.digest == first_digest
-        yield Document(text, held_out, document.digest, document.size)
-
-
-def _document(text: str, held_out: bool) -> Document:
-    raw = text.encode("utf-8", errors="replace")
-    return Document(text, held_out, int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little"), len(raw))
-
-
-def _cut(text: str, held_out: float) -> Iterator[Document]:
-    """The beginning for training and the end held out, cut after a line where there is one near."""
-    middle = int(len(text) * (1 - held_out))
-    line_end = text.find("\n", middle, middle + 2000)
-    middle = line_end + 1 if line_end >= 0 else middle
-    yield _document(text[:middle], False)
-    yield _document(text[middle:], True)
 
 
 def default_cache_dir(settings: DataSettings) -> Path:
