@@ -6,12 +6,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard src/mdn/ops/cpu/csrc/*)
 BENCH_OUT ?= benchmarks/results
 
-.PHONY: setup setup-dev demo test test-slow sanitize bench figures lint format clean
+.PHONY: setup setup-dev demo test test-slow sanitize bench figures docs lint format clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
 
-# torch goes first and alone, so that its CPU build is taken where it is offered.
+# torch goes first and alone, so that the CPU wheel is used where available.
 $(VENV)/.installed: $(INPUTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
@@ -46,14 +46,25 @@ bench: setup-dev
 figures: setup-dev
 	$(BIN)/python -m mdn.analysis.figures
 
+# The documentation site with the generated API reference, in build/site.
+docs: setup-dev
+	$(PIP) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/site/index.html"
+
+CPP := $(wildcard src/mdn/ops/cpu/csrc/*.cpp src/mdn/ops/cpu/csrc/*.h)
+
 lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/codespell
 
 format: setup-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info src/mdn/ops/cpu/*.so .pytest_cache .mypy_cache .ruff_cache

@@ -3,4 +3,4 @@
 ``import mdn`` is light (torch only). ``mdn.models`` brings in transformers.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

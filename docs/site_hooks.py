@@ -1,0 +1,12 @@
+"""What the documentation site does differently from the repository: links that leave docs/ become plain text."""
+
+import re
+
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]*\)")
+
+
+def on_page_markdown(markdown: str, page, **_) -> str:
+    """`[text](../src/file.py)` works on a code host; the site has no such page. Pages in subfolders may use one `../`."""
+    if "/" in page.file.src_uri:
+        return markdown
+    return OUTSIDE.sub(r"\1", markdown)
