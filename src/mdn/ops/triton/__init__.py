@@ -12,7 +12,7 @@ from mdn.ops.triton.availability import why_unavailable, why_unsupported
 __all__ = ["backward", "forward", "step_", "why_unavailable", "why_unsupported"]
 
 
-def forward(*arguments, **keywords) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(*arguments, **keywords) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, boundaries, options, save_residual) ->
     (o, final_state, residual)"""
     from mdn.ops.triton import chunkwise

@@ -158,7 +158,7 @@ def prepare(current: Pass, with_gamma: bool) -> None:
 
 def forward(
     q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, boundaries, options, save_residual
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """(o, final_state, residual): see docs/architecture.md."""
     reason = why_unsupported(q, v, options.chunk_size)
     if reason is not None:
@@ -176,7 +176,7 @@ def forward(
     )
     current.launch_per_sequence(forward_states_kernel)
     o, final_state, residual = current.take("o", "final_state", "residual")
-    return o, final_state, residual
+    return o, final_state, v.new_empty(0) if residual is None else residual
 
 
 def backward(

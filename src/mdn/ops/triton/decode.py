@@ -106,7 +106,7 @@ def step_(q, k, v, p, log_alpha, log_mu, beta, eta, S, M, state_indices, options
 
     Rows whose slot lies outside S and M are skipped: no state changes and their o is zero.
     """
-    reason = why_unsupported(q, v, options.chunk_size)
+    reason = why_unsupported(q, v)
     if reason is not None:
         raise ValueError(reason)
     for name, state in (("S", S), ("M", M)):
