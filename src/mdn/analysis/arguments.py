@@ -15,17 +15,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_model_and_tokens(source: str, text: Path, tokens: int) -> tuple[Any, Any]:
     """A trained model in evaluation mode and the ids ``[1, T]`` of the text."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import mdn.models  # noqa: F401  (registers the architecture)
     from mdn.analysis.recording import read_tokens
-    from mdn.common.loading import check_model_source
+    from mdn.common.loading import load_model, load_tokenizer
 
     if not text.is_file():
         raise ValueError(f"--text {text} is not a file")
-    check_model_source(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="float32").eval()
-    return model, read_tokens(AutoTokenizer.from_pretrained(source), text, tokens)
+    return load_model(source, dtype="float32"), read_tokens(load_tokenizer(source), text, tokens)
 
 
 def records_of(args: argparse.Namespace) -> list[Any] | None:

@@ -29,10 +29,6 @@ def mqar_results(model: Any, recipe: MqarRecipe) -> dict[Work, dict[str, Any]]:
 
 def load_mqar_model(source: str) -> Any:
     """A model without a tokenizer."""
-    from transformers import AutoModelForCausalLM
+    from mdn.common.loading import load_model
 
-    import mdn.models  # noqa: F401  (registers the architecture)
-    from mdn.common.loading import check_model_source
-
-    check_model_source(source)
-    return AutoModelForCausalLM.from_pretrained(source).eval()
+    return load_model(source)
