@@ -6,11 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mdn.cli.options import positive_int
+
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="also look at this trained model (with its tokenizer)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="the text that the model reads (needed with --model)")
-    parser.add_argument("--tokens", type=int, default=1024, help="read at most this many tokens of it (1024)")
+    parser.add_argument("--tokens", type=positive_int, default=1024, help="read at most this many tokens of it (1024)")
 
 
 def load_model_and_tokens(source: str, text: Path, tokens: int) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mdn.cli.options import add_output_arguments
+from mdn.cli.options import add_output_arguments, names, output_directory, positive_int, whole_numbers
 from mdn.common.results import write_results
 
 HELP = "blockwise against stepwise momentum: train tiny models with blocks, evaluate them both ways"
@@ -14,31 +14,29 @@ TASKS = ("rewriting", "text")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tasks", default="rewriting,text", help="rewriting, text or both (rewriting,text)")
-    parser.add_argument("--blocks", default="1,16,64", help="block sizes to train with (1,16,64)")
-    parser.add_argument("--seeds", type=int, default=2, help="seeds 0, 1, ... (2)")
-    parser.add_argument("--steps", type=int, default=700, help="optimiser steps on the rewriting task (700)")
-    parser.add_argument("--text-steps", type=int, default=200, help="optimiser steps on text (200)")
-    parser.add_argument("--out", type=Path, default=Path("runs/causality"), help="result files (runs/causality)")
+    parser.add_argument("--tasks", type=names, default=list(TASKS), help="rewriting, text or both (rewriting,text)")
+    parser.add_argument("--blocks", type=whole_numbers, default=(1, 16, 64), help="block sizes to train with (1,16,64)")
+    parser.add_argument("--seeds", type=positive_int, default=2, help="seeds 0, 1, ... (2)")
+    parser.add_argument("--steps", type=positive_int, default=700, help="optimiser steps on the rewriting task (700)")
+    parser.add_argument("--text-steps", type=positive_int, default=200, help="optimiser steps on text (200)")
+    parser.add_argument(
+        "--out", type=output_directory, default=Path("runs/causality"), help="result files (runs/causality)"
+    )
     parser.add_argument("--only-read", action="store_true", help="train nothing: the table of what is there")
     add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    tasks = [word.strip() for word in args.tasks.split(",")]
-    if not set(tasks) <= set(TASKS):
-        raise ValueError(f"--tasks must be among {', '.join(TASKS)}, got {args.tasks!r}")
-    blocks = [word.strip() for word in args.blocks.split(",")]
-    if not all(word.isdigit() and int(word) > 0 for word in blocks):
-        raise ValueError(f"--blocks must be positive whole numbers separated by commas, got {args.blocks!r}")
-    for name in ("seeds", "steps", "text_steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if not args.tasks or not set(args.tasks) <= set(TASKS):
+        raise ValueError(f"--tasks must be among {', '.join(TASKS)}, got {','.join(args.tasks)!r}")
     from mdn.analysis.causality import Cell, draw, run_cell, table
 
     steps = {"rewriting": args.steps, "text": args.text_steps}
     grid = [
-        Cell(task, int(block), seed, steps[task]) for seed in range(args.seeds) for task in tasks for block in blocks
+        Cell(task, block, seed, steps[task])
+        for seed in range(args.seeds)
+        for task in args.tasks
+        for block in args.blocks
     ]
     chosen = [cell for cell in grid if not args.only_read or cell.path(args.out).is_file()]
     if not chosen:

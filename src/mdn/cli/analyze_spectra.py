@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mdn.analysis.arguments import add_model_arguments, records_of
-from mdn.cli.options import add_output_arguments
+from mdn.cli.options import add_output_arguments, positive_int, seed
 from mdn.common.results import markdown_table, write_results
 
 HELP = "eigenvalues of one step: the paper's regions, and a trained model's own gates on a text"
@@ -13,15 +13,13 @@ EXAMPLE = "mdn analyze spectra --model runs/demo/model --text README.md --plot s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--points", type=int, default=4000, help="gates drawn per region (4000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    parser.add_argument("--points", type=positive_int, default=4000, help="gates drawn per region (4000)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the draws (0)")
     add_model_arguments(parser)
     add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.points < 1:
-        raise ValueError(f"--points must be at least 1, got {args.points}")
     from mdn.analysis.spectra import draw, spectra
 
     results = spectra(args.points, args.seed, records_of(args))

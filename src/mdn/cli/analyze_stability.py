@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mdn.analysis.arguments import add_model_arguments, records_of
-from mdn.cli.options import add_output_arguments
+from mdn.cli.options import add_output_arguments, positive_int, seed, whole_numbers
 from mdn.common.results import markdown_table, write_results
 
 HELP = "spectral radius per step, norms of products over windows, and where the stability guarantee ends"
@@ -18,10 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (low, high) in RANGES.items():
         parser.add_argument(f"--{name}", metavar="LOW,HIGH", help=f"draw {name} from this range ({low:g},{high:g})")
     parser.add_argument("--variants", default="all", help="names of gate variants, separated by commas (all)")
-    parser.add_argument("--heads", type=int, default=126, help="heads drawn per variant (126)")
-    parser.add_argument("--steps", type=int, default=4096, help="steps per head (4096)")
-    parser.add_argument("--windows", default="1,4,16,64,256,1024", help="window lengths (1,4,16,64,256,1024)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--heads", type=positive_int, default=126, help="heads drawn per variant (126)")
+    parser.add_argument("--steps", type=positive_int, default=4096, help="steps per head (4096)")
+    parser.add_argument(
+        "--windows", type=whole_numbers, default=(1, 4, 16, 64, 256, 1024), help="window lengths (1,4,16,64,256,1024)"
+    )
+    parser.add_argument("--seed", type=seed, default=0)
     add_model_arguments(parser)
     add_output_arguments(parser)
 
@@ -32,10 +34,7 @@ def run(args: argparse.Namespace) -> None:
     from mdn.analysis.stability import analyse, guarantee, guarantee_end
     from mdn.common.progress import progress
 
-    for name in ("heads", "steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    windows = sorted({_whole(word) for word in args.windows.split(",")})
+    windows = sorted(args.windows)
     sources = {
         name: analyse(make(), windows)
         for name, make in progress(list(_sources(args).items()), desc="stability", unit="source", leave=False)
@@ -79,12 +78,6 @@ def _range(name: str, text: str) -> tuple[float, float]:
     if not 0 <= low <= high or (name != "beta" and high > most):
         raise ValueError(f"--{name} must satisfy 0 <= LOW <= HIGH <= {most:g}, got {text}")
     return low, high
-
-
-def _whole(word: str) -> int:
-    if not word.strip().isdigit() or int(word) < 1:
-        raise ValueError(f"--windows must be positive whole numbers separated by commas, got {word!r}")
-    return int(word)
 
 
 def _print(results: dict[str, Any]) -> None:

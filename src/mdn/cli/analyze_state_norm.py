@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mdn.cli.options import add_output_arguments
+from mdn.cli.options import add_output_arguments, positive_int, whole_number
 from mdn.common.results import markdown_table, write_results
 
 HELP = "average change of the fast weight per decoding step, per layer and head, for any trained mixers on one text"
@@ -16,8 +16,10 @@ EXAMPLE = "mdn analyze state-norm mdn=runs/demo/model gdn=runs/gdn/model --text 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="[NAME=]DIR", help="trained models with their tokenizers")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="the text that is read")
-    parser.add_argument("--tokens", type=int, default=512, help="decoding steps per sequence (512)")
-    parser.add_argument("--sequences", type=int, default=4, help="pieces of the text, decoded side by side (4)")
+    parser.add_argument("--tokens", type=whole_number(2), default=512, help="decoding steps per sequence (512)")
+    parser.add_argument(
+        "--sequences", type=positive_int, default=4, help="pieces of the text, decoded side by side (4)"
+    )
     add_output_arguments(parser)
 
 
@@ -25,8 +27,6 @@ def run(args: argparse.Namespace) -> None:
     from mdn.analysis.arguments import load_model_and_tokens
     from mdn.analysis.state_norm import change_norms, draw, summarise
 
-    if args.tokens < 2 or args.sequences < 1:
-        raise ValueError(f"--tokens must be at least 2 and --sequences at least 1, got {args.tokens}, {args.sequences}")
     results: dict[str, Any] = {}
     for word in args.models:
         name, _, source = word.rpartition("=")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mdn.cli.options import add_output_arguments
+from mdn.cli.options import add_output_arguments, names, number, positive_int, whole_numbers
 from mdn.common.results import markdown_table, write_results
 
 HELP = "decoding latency and memory against context length, every mixer at equal size, as ratios in one run"
@@ -12,14 +12,16 @@ EXAMPLE = "mdn bench decode --mixers momentum_deltanet,gated_deltanet,attention 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mixers", default="all", help="names separated by commas (all)")
-    parser.add_argument("--contexts", default="128,512,2048,8192,32768", help="context lengths (128 to 32768)")
-    parser.add_argument("--batches", default="1,16", help="batch sizes (1,16)")
-    parser.add_argument("--hidden-size", type=int, default=256, help="of every model (256)")
-    parser.add_argument("--layers", type=int, default=2, help="of every model (2)")
-    parser.add_argument("--heads", type=int, default=4, help="of every model (4)")
-    parser.add_argument("--repeats", type=int, default=20, help="rounds over all mixers per point (20)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="stop a point's rounds after this long (10)")
+    parser.add_argument("--mixers", type=names, default=["all"], help="names separated by commas (all)")
+    parser.add_argument(
+        "--contexts", type=whole_numbers, default=(128, 512, 2048, 8192, 32768), help="context lengths (128 to 32768)"
+    )
+    parser.add_argument("--batches", type=whole_numbers, default=(1, 16), help="batch sizes (1,16)")
+    parser.add_argument("--hidden-size", type=positive_int, default=256, help="of every model (256)")
+    parser.add_argument("--layers", type=positive_int, default=2, help="of every model (2)")
+    parser.add_argument("--heads", type=positive_int, default=4, help="of every model (4)")
+    parser.add_argument("--repeats", type=positive_int, default=20, help="rounds over all mixers per point (20)")
+    parser.add_argument("--seconds", type=number(0), default=10.0, help="stop a point's rounds after this long (10)")
     add_output_arguments(parser)
 
 
@@ -27,14 +29,11 @@ def run(args: argparse.Namespace) -> None:
     from mdn.bench.decode import Size, bench, draw
     from mdn.layers import MIXERS
 
-    mixers = list(MIXERS) if args.mixers == "all" else [word.strip() for word in args.mixers.split(",")]
+    mixers = list(MIXERS) if args.mixers == ["all"] else args.mixers
     unknown = [name for name in mixers if name not in MIXERS]
     if unknown:
         raise ValueError(f"--mixers has unknown names {unknown}; expected some of {sorted(MIXERS)}")
-    contexts, batches = _numbers("contexts", args.contexts), _numbers("batches", args.batches)
-    for name in ("hidden_size", "layers", "heads", "repeats"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    contexts, batches = sorted(args.contexts), sorted(args.batches)
     size = Size(args.hidden_size, args.layers, args.heads)
     results = bench(mixers, contexts, batches, size, args.repeats, args.seconds)
     _print(results, contexts, batches)
@@ -43,13 +42,6 @@ def run(args: argparse.Namespace) -> None:
         from mdn.common.plots import save_figure
 
         save_figure(draw(results), args.plot)
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) > 0 for word in words):
-        raise ValueError(f"--{name} must be positive whole numbers separated by commas, got {text!r}")
-    return sorted({int(word) for word in words})
 
 
 def _print(results: dict, contexts: list[int], batches: list[int]) -> None:

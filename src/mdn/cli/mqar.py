@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
+
+from mdn.cli.options import add_output_arguments, output_directory, positive_int
+from mdn.common.results import write_results
 
 HELP = "multi-query associative recall: a grid of mixers, learning rates and seeds, with a table and a figure"
 EXAMPLE = "mdn mqar recipes/mqar/quick.yaml --processes 2 seeds=[0,1,2]"
@@ -13,11 +15,13 @@ EXAMPLE = "mdn mqar recipes/mqar/quick.yaml --processes 2 seeds=[0,1,2]"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a recipe file, or the name of a packaged one: quick, rewrite, paper")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
-    parser.add_argument("--out", type=Path, help="where results go; finished cells there are kept (runs/<name>)")
-    parser.add_argument("--processes", type=int, help="cells at the same time, one thread each (one per core)")
+    parser.add_argument(
+        "--out", type=output_directory, help="where results go; finished cells there are kept (runs/<name>)"
+    )
+    parser.add_argument("--processes", type=positive_int, help="cells at the same time, one thread each (one per core)")
     parser.add_argument("--save-models", action="store_true", help="keep the trained models of the cells that run")
     parser.add_argument("--list", action="store_true", help="only say which cells there are and which are finished")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures of the table to this file")
+    add_output_arguments(parser, plot=False)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -42,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     (out / "table.md").write_text(text)
     content = {**as_json(recipe, chosen), "provenance": provenance(seed=None)}
     for path in {out / "results.json", *([args.json] if args.json else [])}:
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_results(path, "mqar", content)
     figures = draw(recipe, chosen, out / "accuracy.png")
     print(
         text + f"\naccuracy in %, mean ± standard deviation over seeds; columns are length:pairs; figure: {figures[0]}"

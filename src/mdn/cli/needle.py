@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+from mdn.cli.options import add_output_arguments, names, number, output_directory, positive_int, seed, whole_numbers
+from mdn.common.results import write_results
 
 HELP = "needle in a haystack over length and depth: trains tiny models on the spot, or takes a trained one"
 EXAMPLE = "mdn needle --mixers momentum_deltanet,gated_deltanet --steps 500 --out runs/needle"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a trained language model (directory or Hub id) instead of tiny ones")
-    parser.add_argument("--mixers", default="momentum_deltanet", help="tiny models to train, with commas")
+    parser.add_argument(
+        "--model", help="a trained language model (directory, run folder or Hub id) instead of tiny ones"
+    )
+    parser.add_argument("--mixers", type=names, default=["momentum_deltanet"], help="tiny models to train, with commas")
     parser.add_argument("--haystack", choices=["noise", "documentation"], default="noise", help="the text (noise)")
-    parser.add_argument("--keys", type=int, default=4, help="needles in a text, one of them asked for (4)")
-    parser.add_argument("--lengths", default="128,256,512,1024", help="tokens of the test texts, with commas")
-    parser.add_argument("--depths", type=int, default=5, help="how many depths from the beginning to the end (5)")
-    parser.add_argument("--examples", type=int, default=40, help="texts per length and depth (40)")
-    parser.add_argument("--steps", type=int, default=500, help="training steps of a tiny model (500)")
-    parser.add_argument("--learning-rate", type=float, default=5e-3, help="of a tiny model (5e-3)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/needle"), help="figure and results (runs/needle)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the results to this file")
+    parser.add_argument("--keys", type=positive_int, default=4, help="needles in a text, one of them asked for (4)")
+    parser.add_argument(
+        "--lengths", type=whole_numbers, default=(128, 256, 512, 1024), help="tokens of the test texts, with commas"
+    )
+    parser.add_argument(
+        "--depths", type=positive_int, default=5, help="how many depths from the beginning to the end (5)"
+    )
+    parser.add_argument("--examples", type=positive_int, default=40, help="texts per length and depth (40)")
+    parser.add_argument("--steps", type=positive_int, default=500, help="training steps of a tiny model (500)")
+    parser.add_argument("--learning-rate", type=number(0, above=True), default=5e-3, help="of a tiny model (5e-3)")
+    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument(
+        "--out", type=output_directory, default=Path("runs/needle"), help="figure and results (runs/needle)"
+    )
+    add_output_arguments(parser, plot=False)
 
 
 def run(args: argparse.Namespace) -> None:
-    for name in ("keys", "depths", "examples", "steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    lengths = tuple(int(length) for length in args.lengths.split(","))
+    lengths = args.lengths
     depths = tuple(number / max(1, args.depths - 1) for number in range(args.depths))
     maps = _trained(args, lengths, depths) if args.model else _tiny(args, lengths, depths)
     from mdn.common.results import provenance
@@ -42,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     found = {label: scores.tolist() for label, scores in maps.items()}
     content = {"lengths": lengths, "depths": depths, "found": found, "provenance": provenance(args.seed)}
     for path in {args.out / "results.json", *([args.json] if args.json else [])}:
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_results(path, "needle", content)
     for label, scores in maps.items():
         means = ", ".join(f"{length}: {100 * mean:.0f} %" for length, mean in zip(lengths, scores.mean(axis=0)))
         print(f"{label}: found at {means}")
@@ -53,8 +60,7 @@ def _tiny(args: argparse.Namespace, lengths: tuple[int, ...], depths: tuple[floa
     from mdn.evaluation.needle.tiny import TinySettings, find_needles, train_tiny
     from mdn.layers import MIXERS
 
-    mixers = args.mixers.split(",")
-    unknown = [mixer for mixer in mixers if mixer not in MIXERS]
+    unknown = [mixer for mixer in args.mixers if mixer not in MIXERS]
     if unknown:
         raise ValueError(f"--mixers {','.join(unknown)} is unknown; expected some of {', '.join(sorted(MIXERS))}")
     settings = TinySettings(
@@ -67,7 +73,7 @@ def _tiny(args: argparse.Namespace, lengths: tuple[int, ...], depths: tuple[floa
         learning_rate=args.learning_rate,
         seed=args.seed,
     )
-    return {mixer: find_needles(train_tiny(mixer, settings)[0], settings) for mixer in mixers}
+    return {mixer: find_needles(train_tiny(mixer, settings)[0], settings) for mixer in args.mixers}
 
 
 def _trained(args: argparse.Namespace, lengths: tuple[int, ...], depths: tuple[float, ...]) -> dict[str, Any]:

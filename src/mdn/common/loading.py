@@ -83,7 +83,8 @@ def load_model(source: str | Path, dtype: str = "auto") -> Any:
     with _naming(source), _quiet():
         if Path(place).is_dir():
             read_json(Path(place) / "config.json")
-        model, report = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True)
+        found: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True)
+        model, report = found
         if report["missing_keys"] or report["mismatched_keys"]:
             names = sorted(str(key) for key in (*report["missing_keys"], *report["mismatched_keys"]))
             raise ValueError(f"{len(names)} tensors are missing or do not fit the config, first {names[0]}")
