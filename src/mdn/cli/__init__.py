@@ -60,6 +60,8 @@ class Parser(argparse.ArgumentParser):
     """argparse, with its errors as one line like all others."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("argument -"):  # "argument --steps: must be ..." reads better as "--steps must be ..."
+            raise ValueError(message.removeprefix("argument ").replace(": ", " ", 1))
         raise ValueError(f"{message}; see `{self.prog} --help`")
 
 

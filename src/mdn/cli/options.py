@@ -22,7 +22,7 @@ def whole_number(lowest: int = 0, highest: int = LARGEST) -> Callable[[str], int
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+            raise argparse.ArgumentTypeError(f"must be a whole number, got {_short(text)!r}") from None
         if not lowest <= value <= highest:
             bound = f"at least {lowest}" if value < lowest else f"at most {highest}"
             raise argparse.ArgumentTypeError(f"must be {bound}, got {_short(text)}")
@@ -42,7 +42,7 @@ def number(lowest: float, highest: float = math.inf, *, above: bool = False) -> 
         try:
             value = float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+            raise argparse.ArgumentTypeError(f"must be a number, got {_short(text)!r}") from None
         if not math.isfinite(value) or not lowest <= value <= highest or (above and value == lowest):
             bounds = f"{'above' if above else 'at least'} {lowest:g}"
             bounds += f" and at most {highest:g}" if math.isfinite(highest) else " and finite"
@@ -66,7 +66,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
         return tuple(dict.fromkeys(positive_int(word.strip()) for word in text.split(",")))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"expected positive whole numbers separated by commas, got {_short(text)!r}"
+            f"must be positive whole numbers separated by commas, got {_short(text)!r}"
         ) from None
 
 
@@ -79,9 +79,9 @@ def output_file(text: str) -> Path:
     """A file that can be written: checked before hours of work, not after them."""
     path = Path(text)
     if not text or path.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file, got {'a directory' if text else 'nothing'}: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a file, got {'a directory' if text else 'nothing'}: {text!r}")
     if path.exists() and not os.access(path, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+        raise argparse.ArgumentTypeError(f"cannot be written: {text!r}")
     _refuse_unwritable(path.parent, text)
     return path
 
@@ -90,7 +90,7 @@ def output_directory(text: str) -> Path:
     """A directory that is there or can be made, and can be written."""
     path = Path(text)
     if not text or (path.exists() and not path.is_dir()):
-        raise argparse.ArgumentTypeError(f"expected a directory, got {'a file' if text else 'nothing'}: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a directory, got {'a file' if text else 'nothing'}: {text!r}")
     _refuse_unwritable(path, text)
     return path
 
@@ -99,9 +99,9 @@ def _refuse_unwritable(directory: Path, text: str) -> None:
     """The nearest directory that exists decides whether something can be made in `directory`."""
     there = next(place for place in (directory, *directory.absolute().parents) if place.exists())
     if not there.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {there} is not a directory")
+        raise argparse.ArgumentTypeError(f"cannot be written: {text!r} ({there} is not a directory)")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no permission in {there}")
+        raise argparse.ArgumentTypeError(f"cannot be written: {text!r} (no permission in {there})")
 
 
 def _short(text: str) -> str:
