@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader
-from mdn.ops.momentum_delta_rule.schedule import Group, Slab
-from mdn.ops.momentum_delta_rule.torch_chunk import Write, write_to_end_of_group
+from mdn.ops.momentum.chunk_io import ChunkReader
+from mdn.ops.momentum.schedule import Group, Slab
+from mdn.ops.momentum.torch_chunk import Write, write_to_end_of_group
 
 
 def starting_states(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mdn.ops.l2norm import L2NORM_EPS
-from mdn.ops.momentum_delta_rule.options import RuleOptions
-from mdn.ops.momentum_delta_rule.schedule import Group
-from mdn.ops.momentum_delta_rule.workspace import workspace_for
+from mdn.ops.momentum.interface import RuleOptions
+from mdn.ops.momentum.schedule import Group
+from mdn.ops.momentum.workspace import workspace_for
 
 
 @dataclass

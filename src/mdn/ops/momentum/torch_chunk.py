@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader, Gates, InverseNorms
-from mdn.ops.momentum_delta_rule.coefficients import Coefficients, momentum_coefficients, segment_decay
-from mdn.ops.momentum_delta_rule.schedule import Group
+from mdn.ops.momentum.chunk_io import ChunkReader, Gates, InverseNorms
+from mdn.ops.momentum.coefficients import Coefficients, momentum_coefficients, segment_decay
+from mdn.ops.momentum.schedule import Group
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mdn.ops.momentum_delta_rule.coefficients import momentum_coefficients
+from mdn.ops.momentum.coefficients import momentum_coefficients
 
 
 def blockwise_pass(streams: list[Tensor], state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.l2norm import l2norm
-from mdn.ops.momentum_delta_rule.blockwise import blockwise_pass
-from mdn.ops.momentum_delta_rule.options import RuleOptions, compute_dtype
+from mdn.ops.momentum.blockwise import blockwise_pass
+from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState, compute_dtype
 
 
 def effective_inputs(
@@ -44,20 +44,10 @@ def effective_inputs(
 
 
 def recurrent_form(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor | None,
-    log_alpha: Tensor,
-    log_mu: Tensor,
-    beta: Tensor,
-    eta: Tensor,
-    initial_state: Tensor | None,
-    boundaries: SequenceBoundaries | None,
-    options: RuleOptions,
-    block_size: int = 1,
+    tensors: RuleTensors, boundaries: SequenceBoundaries | None, options: RuleOptions, block_size: int = 1
 ) -> tuple[Tensor, Tensor]:
     """All tokens of all sequences; ``block_size > 1`` takes the error at the state that began the block (blockwise)."""
+    q, k, v, p, log_alpha, log_mu, beta, eta, initial_state = tensors
     one_pass = _one_pass if block_size == 1 else partial(blockwise_pass, block_size=block_size)
     dtype = compute_dtype(q)
     query, key, probe = effective_inputs(q, k, p, log_alpha, v.shape[-2], options)
@@ -91,3 +81,26 @@ def _one_pass(streams: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         outputs.append(torch.einsum("bhk,bhkv->bhv", query[:, t], fast_weight))
     o = torch.stack(outputs, dim=1) if outputs else torch.empty_like(value)
     return o, torch.stack([fast_weight, momentum])
+
+
+def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tensor:
+    """One token, q ``[B, H, K]``, with S and M updated in place: a functional step would allocate and fault in both
+    states for every token."""
+    q, k, v, p, log_alpha, log_mu, beta, eta, _ = tensors
+    dtype = compute_dtype(q)
+    query, key, probe = effective_inputs(q, k, p, log_alpha, v.shape[-2], options)
+    alpha, mu = log_alpha.to(dtype).exp(), log_mu.to(dtype).exp()
+    S, M, state_indices = state
+    if state_indices is not None:
+        S, M = S.index_select(0, state_indices), M.index_select(0, state_indices)
+
+    error = v.to(dtype) - torch.matmul(probe.unsqueeze(-2), S).squeeze(-2)
+    write = eta.to(dtype).unsqueeze(-1) * key
+    M.mul_(mu[..., None, None]).addcmul_(write.unsqueeze(-1), error.unsqueeze(-2), value=-1)
+    S.mul_(alpha[..., None, None]).addcmul_(M, beta.to(dtype)[..., None, None], value=-1)
+    o = torch.matmul(query.unsqueeze(-2), S).squeeze(-2)
+
+    if state_indices is not None:
+        state.S.index_copy_(0, state_indices, S)
+        state.M.index_copy_(0, state_indices, M)
+    return o.to(v.dtype)

@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.momentum_delta_rule.chunk_io import ChunkReader, ChunkWriter, GradientWriters
-from mdn.ops.momentum_delta_rule.chunk_states import (
+from mdn.ops.momentum.chunk_io import ChunkReader, ChunkWriter, GradientWriters
+from mdn.ops.momentum.chunk_states import (
     group_start_states,
     stacked,
     starting_states,
     states_of_group,
     unstack,
 )
-from mdn.ops.momentum_delta_rule.coefficients import momentum_coefficients_adjoint
-from mdn.ops.momentum_delta_rule.options import RuleOptions, compute_dtype
-from mdn.ops.momentum_delta_rule.schedule import Group, Slab, choose_chunk_size, make_schedule, sequences_of
-from mdn.ops.momentum_delta_rule.step import step_
-from mdn.ops.momentum_delta_rule.torch_chunk import (
+from mdn.ops.momentum.coefficients import momentum_coefficients_adjoint
+from mdn.ops.momentum.interface import ForwardResult, RuleOptions, RuleTensors, compute_dtype
+from mdn.ops.momentum.recurrent import step_
+from mdn.ops.momentum.schedule import Group, Slab, choose_chunk_size, make_schedule, sequences_of
+from mdn.ops.momentum.torch_chunk import (
     Chunk,
     along,
     gather_,
@@ -43,19 +43,9 @@ STATE_BYTES_AT_ONCE = 16 * 2**20
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor | None,
-    log_alpha: Tensor,
-    log_mu: Tensor,
-    beta: Tensor,
-    eta: Tensor,
-    initial_state: Tensor | None,
-    boundaries: SequenceBoundaries | None,
-    options: RuleOptions,
-    save_residual: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    tensors: RuleTensors, boundaries: SequenceBoundaries | None, options: RuleOptions, save_residual: bool
+) -> ForwardResult:
+    q, k, v, p, log_alpha, log_mu, beta, eta, initial_state = tensors
     dtype = compute_dtype(q)
     reader = ChunkReader(q, k, v, p, log_alpha, log_mu, beta, eta, options, dtype)
     final_state = starting_states(initial_state, q, v, boundaries, dtype)
@@ -73,7 +63,7 @@ def forward(
                 residual.put(errors, group)
         unstack(state, final_state, slab.sequences)
     reader.workspace.end_call()
-    return o.tensor, final_state, residual.tensor
+    return ForwardResult(o.tensor, final_state, residual.tensor)
 
 
 def _forward_group(chunk: Chunk, group: Group, reader: ChunkReader, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,19 +84,12 @@ def _forward_group(chunk: Chunk, group: Group, reader: ChunkReader, state: Tenso
 def backward(
     grad_o: Tensor,
     grad_final_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor | None,
-    log_alpha: Tensor,
-    log_mu: Tensor,
-    beta: Tensor,
-    eta: Tensor,
-    initial_state: Tensor | None,
+    tensors: RuleTensors,
     residual: Tensor,
     boundaries: SequenceBoundaries | None,
     options: RuleOptions,
-) -> tuple[Tensor | None, ...]:
+) -> RuleTensors:
+    q, k, v, p, log_alpha, log_mu, beta, eta, initial_state = tensors
     dtype = compute_dtype(q)
     reader = ChunkReader(q, k, v, p, log_alpha, log_mu, beta, eta, options, dtype)
     start = starting_states(initial_state, q, v, boundaries, dtype)
@@ -131,7 +114,7 @@ def backward(
         unstack(grad_state, grad_state_all, slab.sequences)
     reader.workspace.end_call()
     grad_initial = None if initial_state is None else grad_state_all.to(initial_state.dtype)
-    return (*grads.results(), grad_initial)
+    return RuleTensors(*grads.results(), grad_initial)  # type: ignore[call-arg, arg-type]
 
 
 def _backward_rounds(
