@@ -4,8 +4,7 @@ from mdn.ops import first_order
 from mdn.ops.backends import explain_backend
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order import *  # noqa: F403
-from mdn.ops.momentum import (
-    MomentumOutput,
+from mdn.ops.momentum_delta_rule import (
     blockwise_momentum_delta_rule,
     chunk_momentum_delta_rule,
     fused_recurrent_momentum_delta_rule,
@@ -14,7 +13,6 @@ from mdn.ops.momentum import (
 )
 
 __all__ = [
-    "MomentumOutput",
     "SequenceBoundaries",
     "blockwise_momentum_delta_rule",
     "chunk_momentum_delta_rule",

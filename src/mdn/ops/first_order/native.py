@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mdn.ops.momentum.interface import RuleOptions
+from mdn.ops.momentum_delta_rule.options import RuleOptions
 
 from .backend import native_kernel
 from .inputs import Inputs

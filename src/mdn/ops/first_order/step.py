@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mdn.ops.l2norm import l2norm
-from mdn.ops.momentum.interface import RuleOptions
+from mdn.ops.momentum_delta_rule.options import RuleOptions
 
 from .backend import choose_backend, native_kernel
 

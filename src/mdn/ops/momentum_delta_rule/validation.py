@@ -1,0 +1,157 @@
+"""Checks of the arguments of the momentum delta rule: errors name the argument, what was given and what is expected."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.momentum_delta_rule.options import compute_dtype
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensors(named: dict[str, Tensor | None], rank: int) -> None:
+    """Shapes, dtypes and devices of q, k, v, p ([..., H, D], ``rank`` dimensions) and the gates ([..., HV])."""
+    for name, x in named.items():
+        if not isinstance(x, Tensor) and not (x is None and name == "p"):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    q, k, v = (cast(Tensor, named[name]) for name in ("q", "k", "v"))
+    leading = "[B, T, H, D]" if rank == 4 else "[B, H, D]"
+    for name in ("q", "k", "v", "p"):
+        x = named[name]
+        if x is not None and x.dim() != rank:
+            raise ValueError(f"{name} must have shape {leading}, got {list(x.shape)}")
+    if k.shape != q.shape:
+        raise ValueError(f"k must have the shape of q, {list(q.shape)}, got {list(k.shape)}")
+    p = named["p"]
+    if p is not None and p.shape != k.shape:
+        raise ValueError(f"p must have the shape of k, {list(k.shape)}, got {list(p.shape)}")
+    if v.shape[:-2] != q.shape[:-2]:
+        raise ValueError(f"v must begin with {list(q.shape[:-2])} as q does, got {list(v.shape)}")
+    if v.shape[-2] == 0 or q.shape[-2] == 0 or v.shape[-2] % q.shape[-2]:
+        raise ValueError(f"v must have a multiple of the {q.shape[-2]} heads of q and k, got {v.shape[-2]} heads")
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"head dimensions must be positive, got {q.shape[-1]} for q, k and {v.shape[-1]} for v")
+    _check_dtypes_and_devices(named, q)
+    for name in ("log_alpha", "log_mu", "beta", "eta"):
+        gate = named[name]
+        if gate is not None and gate.shape != v.shape[:-1]:
+            raise ValueError(f"{name} must have shape {list(v.shape[:-1])}, one per value head, got {list(gate.shape)}")
+
+
+def _check_dtypes_and_devices(named: dict[str, Tensor | None], q: Tensor) -> None:
+    for name, x in named.items():
+        if x is None:
+            continue
+        if x.dtype not in FLOATS:
+            raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+        if name in ("k", "v", "p") and x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+
+
+def check_state(name: str, state: Tensor | None, expected: tuple[int, ...], q: Tensor) -> None:
+    if state is None:
+        return
+    if not isinstance(state, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor (S and M stacked), got {type(state).__name__}")
+    if tuple(state.shape) != expected:
+        raise ValueError(f"{name} must have shape [2, N, HV, K, V] = {list(expected)}, got {list(state.shape)}")
+    if state.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {state.device}")
+    if state.dtype not in FLOATS:
+        raise ValueError(f"{name} must be float32 (float64 for float64 inputs), got {state.dtype}")
+
+
+def check_boundaries(cu_seqlens: Tensor | SequenceBoundaries | None, q: Tensor) -> Tensor | None:
+    """The cu_seqlens tensor, with its values checked unless a compiler is tracing or it has none (meta)."""
+    if cu_seqlens is None:
+        return None
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs a packed row, B == 1, got B = {q.shape[0]}")
+    if isinstance(cu_seqlens, SequenceBoundaries):
+        SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1])
+        return cu_seqlens.cu_seqlens
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens must be a tensor or SequenceBoundaries, got {type(cu_seqlens).__name__}")
+    if not torch.compiler.is_compiling() and cu_seqlens.device.type != "meta":
+        SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1])
+    return cu_seqlens
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or not 1 <= chunk_size <= 256:
+        raise ValueError(f"chunk_size must be an integer from 1 to 256, got {chunk_size!r}")
+
+
+def check_scale(scale: float | None, q: Tensor) -> float:
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+    return float(scale)
+
+
+def check_step_pair(state: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """S and M of a decode step."""
+    if not isinstance(state, Tensor | tuple | list) or len(state) != 2:
+        raise ValueError(f"state must be a tensor [2, slots, HV, K, V] or the pair (S, M), got {type(state).__name__}")
+    return state[0], state[1]
+
+
+def check_step_state(S: Tensor, M: Tensor, state_indices: Tensor | None, q: Tensor, v: Tensor) -> None:
+    """S and M must be [slots, HV, K, V] and such that they can be updated in place."""
+    for name, x in (("S", S), ("M", M)):
+        slots = v.shape[0] if state_indices is None else S.shape[0]
+        expected = [slots, v.shape[1], q.shape[2], v.shape[2]]
+        if list(x.shape) != expected:
+            raise ValueError(f"state must have shape [2, slots, HV, K, V]: {name} is {list(x.shape)}, not {expected}")
+        if x.dtype != compute_dtype(q):
+            raise ValueError(f"state must be {compute_dtype(q)} to be updated in place, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"state must be on the device of q, {q.device}, got {x.device}")
+
+
+def check_state_indices(state_indices: Tensor, S: Tensor, batch: int, read: bool) -> Tensor:
+    """The slots as int64; their values are read only for CPU tensors."""
+    if not isinstance(state_indices, Tensor) or state_indices.dtype not in (torch.int32, torch.int64):
+        given = state_indices.dtype if isinstance(state_indices, Tensor) else type(state_indices).__name__
+        raise ValueError(f"state_indices must be an int64 or int32 tensor, got {given}")
+    if tuple(state_indices.shape) != (batch,):
+        raise ValueError(f"state_indices must have shape [{batch}], got {list(state_indices.shape)}")
+    if state_indices.device != S.device:
+        raise ValueError(f"state_indices must be on the device of the state, {S.device}, got {state_indices.device}")
+    if read and S.device.type == "cpu" and not torch.compiler.is_compiling():
+        slots = state_indices.tolist()
+        outside = [slot for slot in slots if not 0 <= slot < S.shape[0]]
+        if outside:
+            raise ValueError(f"state_indices must lie in 0..{S.shape[0] - 1}, got {outside[0]}")
+        if len(set(slots)) < len(slots):
+            raise ValueError("state_indices must be distinct: two rows cannot update the same slot")
+    return state_indices.long()
+
+
+def check_gate_values(log_alpha: Tensor, log_mu: Tensor, beta: Tensor, eta: Tensor) -> None:
+    """Logs must be <= 0 (-inf is a hard zero), beta and eta >= 0, nothing NaN. Reads values, so not for GPUs and not
+    while compiling."""
+    if log_alpha.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    for name, gate in (("log_alpha", log_alpha), ("log_mu", log_mu)):
+        if not bool((gate <= 0).all()):  # false for NaN too
+            raise ValueError(f"{name} must be <= 0 (the log of a gate in [0, 1]), got {_worst(gate, largest=True)}")
+    for name, gate in (("beta", beta), ("eta", eta)):
+        if not bool(((gate >= 0) & (gate < float("inf"))).all()):
+            raise ValueError(f"{name} must be finite and >= 0, got {_worst(gate, largest=False)}")
+
+
+def _worst(gate: Tensor, largest: bool) -> str:
+    if bool(gate.isnan().any()):
+        return f"NaN in {int(gate.isnan().sum())} of {gate.numel()} places"
+    if bool((gate == float("inf")).any()):
+        return "inf"
+    return f"{(gate.max() if largest else gate.min()).item():.6g}"
