@@ -89,7 +89,7 @@ class Mamba2(BaselineMixer):
             o = self.apply_rule(first_order.chunk_simple_gla, inputs, layout, state, **options) + skip
         return self.out_proj(self._normed(o.flatten(-2).to(z.dtype), z))
 
-    def _rule_inputs(self, streams: Tensor, dt: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def _rule_inputs(self, streams: Tensor, dt: Tensor) -> tuple[dict[str, Any], Tensor]:
         """The rule's arguments, and what skips the rule, D x."""
         groups = self.n_groups * self.state_size
         x, B, C = streams.split([self.inner_size, groups, groups], -1)

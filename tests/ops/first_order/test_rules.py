@@ -6,7 +6,7 @@ from torch import Tensor
 
 from first_order_cases import GATES, RULES, VECTOR, arguments, chunk, flat, random_state, recurrent, step
 from mdn.ops import SequenceBoundaries
-from mdn.ops.first_order.decayed_scores import decayed_scores
+from mdn.ops.first_order.chunk_vector import decayed_products
 
 
 def close(found: Tensor, expected: Tensor, relative: float) -> None:
@@ -203,7 +203,7 @@ def test_decayed_scores_equal_their_sum_written_out():
     torch.manual_seed(0)
     left, right = torch.randn(3, 2, 8, 4, dtype=torch.float64), torch.randn(3, 3, 8, 4, dtype=torch.float64)
     g = -20 * torch.rand(3, 8, 4, dtype=torch.float64)
-    scores = decayed_scores(left, right, g)
+    scores = decayed_products(left, right, g)
     for i in range(8):
         for j in range(8):
             decay = g[:, j + 1 : i + 1].sum(1).exp() if j <= i else torch.zeros(3, 4, dtype=torch.float64)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from mdn.ops.backends import backend_module, why_not
 from mdn.ops.boundaries import SequenceBoundaries
-
-from .inputs import expand_heads
+from mdn.ops.first_order.inputs import expand_heads
 
 BACKENDS = ("auto", "torch", "cpu", "fla")
 GROUPED_IN_FLA = ("gated_delta_rule", "comba", "kda")
@@ -55,7 +54,7 @@ def choose_backend(x: Tensor, backend: str, native: bool = True) -> str:
         if _why_not_fla(x) is None:
             return "fla"
         # A compiler can look into the torch form and not into the kernel, which would end its graph.
-        wanted = x.dtype == torch.float32 and not torch.compiler.is_compiling()
+        wanted = x.dtype == torch.float32 and x.device.type == "cpu" and not torch.compiler.is_compiling()
         return "cpu" if wanted and _why_not_cpu(x, native) is None else "torch"
     reason = _why_not_fla(x) if backend == "fla" else _why_not_cpu(x, native) if backend == "cpu" else None
     if reason:

@@ -16,7 +16,8 @@ def log_decay_from(
 ) -> Tensor:
     """-exp(A_log) softplus(raw + dt_bias), or lower_bound sigmoid(exp(A_log) (raw + dt_bias)), in float32 or more.
 
-    raw is `[..., HV]`, or `[..., HV, K]` if `vector`; A_log is `[HV]` and dt_bias has an entry for each of raw's.
+    raw is ``[..., HV]``, or ``[..., HV, K]`` if ``vector``; A_log is ``[HV]`` and dt_bias has an entry for each of
+    raw's.
     """
     raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
     if A_log is None and lower_bound is None:

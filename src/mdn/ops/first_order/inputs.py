@@ -1,127 +1,236 @@
-"""What every first-order rule checks and prepares before it computes.
+"""What every first-order rule is given, what is checked about it, and how it is prepared for computing.
 
-Shapes: q, k `[B, T, H, K]`, v `[B, T, HV, V]`, scalar gates `[B, T, HV]`, vector gates `[B, T, HV, K]`, states
-`[N, HV, K, V]`. Everything is computed in float32 (float64 for float64 inputs) with `HV` heads: value head `j` reads
-query/key head `j // (HV // H)`.
+All rules are special cases of one, the momentum delta rule with mu = 0 and eta = 1:
+
+    r_t = v_t - S_{t-1}^T p_t                      prediction error; without p, r_t = v_t
+    S_t = alpha_t S_{t-1} + beta_t k_t r_t^T       alpha_t is one number per head, or one per key dimension
+    o_t = scale * S_t^T q_t
+
+RWKV-7 writes what the probe finds along a key of its own: S_t = alpha_t S_{t-1} + k_t v_t^T + e_t (S_{t-1}^T p_t)^T.
+With e = -beta k this is the line above.
+
+Everything is computed in float32 (float64 for float64 inputs) with HV heads: value head j reads key head
+``j // (HV // H)``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.l2norm import l2norm
+from mdn.ops.momentum_delta_rule.validation import check_state_indices
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Checked tensors in the dtype of the computation, all with `HV` heads; `q` is already scaled."""
+class FirstOrderTensors(NamedTuple):
+    """The tensors of one call, without T in a decode step."""
+
+    q: Tensor
+    """[B, T, H, K]"""
+    k: Tensor
+    """[B, T, H, K]"""
+    v: Tensor
+    """[B, T, HV, V]"""
+    p: Tensor | None = None
+    """[B, T, H or HV, K]: what the state is probed with; None means k, if the rule erases at all"""
+    log_alpha: Tensor | None = None
+    """[B, T, HV], or [B, T, HV, K] for a decay per key dimension; None means no decay"""
+    beta: Tensor | None = None
+    """[B, T, HV]; None means ones"""
+    erase_key: Tensor | None = None
+    """[B, T, H or HV, K]: e, along which the probed value is written; None means -beta k"""
+
+
+class FirstOrderOutput(NamedTuple):
+    """What the public functions return."""
+
+    o: Tensor
+    """[B, T, HV, V], dtype of v"""
+    final_state: Tensor | None
+    """[N, HV, K, V] in float32 (float64 for float64 inputs), or None when it was not requested"""
+
+
+class PreparedTensors(NamedTuple):
+    """The same tensors in the dtype of the computation, all with HV heads; ``q`` is scaled, ``p`` None means p = 0."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    initial_state: Tensor
-    boundaries: SequenceBoundaries | None
-    output_dtype: torch.dtype
-    normalise: bool
-    state_v_first: bool
+    p: Tensor | None
+    log_alpha: Tensor
+    beta: Tensor | None
+    erase_key: Tensor | None
 
-    def key(self, name: str, x: Tensor) -> Tensor:
-        """One more key-like tensor `[B, T, H or HV, K]` (Comba's p, RWKV-7's a and b), treated like k."""
-        _check_shape(name, x, [*self.k.shape[:2], "H or HV", self.k.shape[3]])
-        if self.k.shape[2] % x.shape[2]:
-            raise ValueError(f"{name} must have a number of heads that divides {self.k.shape[2]}, got {x.shape[2]}")
-        x = x.to(self.k.dtype)
-        return expand_heads(l2norm(x) if self.normalise else x, self.k.shape[2])
+    def token(self, t: int) -> PreparedTensors:
+        """Token t of every row, ``[B, HV, D]``."""
+        p, beta, e = (None if x is None else x[:, t] for x in (self.p, self.beta, self.erase_key))
+        return PreparedTensors(self.q[:, t], self.k[:, t], self.v[:, t], p, self.log_alpha[:, t], beta, e)
 
-    def with_keys(self, k: Tensor) -> Inputs:
-        return replace(self, k=k)
 
-    def gate(self, name: str, x: Tensor | None, empty: float) -> Tensor:
-        """A scalar gate `[B, T, HV]`; None means the constant `empty`."""
-        if x is None:
-            return self.k.new_full(self.k.shape[:3], empty)
-        _check_shape(name, x, list(self.k.shape[:3]))
-        return x.to(self.k.dtype)
-
-    def log_decay(self, name: str, x: Tensor | None, vector: bool = False) -> Tensor:
-        """Logarithms of a decay, all <= 0 (`-inf` forgets everything); None means no decay."""
-        if x is None:
-            return self.gate(name, None, 0.0)
-        _check_shape(name, x, list(self.k.shape if vector else self.k.shape[:3]))
-        # A look at the values would make a GPU wait for the host, and cannot be traced; on a CPU it costs nothing.
-        if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling():
-            largest = x.detach().max().item()
-            if not largest <= 0:
-                raise ValueError(f"{name} must hold logarithms of decays, all <= 0, but its largest value is {largest}")
-        return x.to(self.k.dtype)
-
-    def finish(
-        self, output: Tensor, final_state: Tensor | None, output_final_state: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the public functions return: outputs in the dtype of v, and the final states if they were asked for."""
-        if final_state is None or not output_final_state:
-            return output.to(self.output_dtype), None
-        return output.to(self.output_dtype), final_state.transpose(-1, -2) if self.state_v_first else final_state
+def compute_dtype(tensors: FirstOrderTensors) -> torch.dtype:
+    dtypes = (tensors.q.dtype, tensors.k.dtype, tensors.v.dtype)
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | SequenceBoundaries | None,
-    normalise: bool = False,
-    state_v_first: bool = False,
-) -> Inputs:
-    """Check q, k, v and the state, and bring them to the dtype and the heads of the computation."""
-    _check_shape("q", q, ["B", "T", "H", "K"])
-    _check_shape("k", k, list(q.shape))
-    _check_shape("v", v, [*q.shape[:2], "HV", "V"])
-    if q.shape[2] == 0 or v.shape[2] % q.shape[2]:
-        raise ValueError(f"v must have a multiple of the {q.shape[2]} heads of q and k, got {v.shape[2]}")
-    for name, x in (("k", k), ("v", v)):
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point tensor, got {x.dtype}")
-    boundaries = None
-    if cu_seqlens is not None:
-        if q.shape[0] != 1:
-            raise ValueError(f"cu_seqlens needs one packed row (B == 1), got q with B == {q.shape[0]}")
-        boundaries = SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1])
-    count = q.shape[0] if boundaries is None else boundaries.num_sequences
-    dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    expected = [count, v.shape[2], q.shape[3], v.shape[3]]
-    if initial_state is not None and state_v_first:
-        initial_state = initial_state.transpose(-1, -2)
-    if initial_state is None:
-        state = q.new_zeros(expected, dtype=dtype)
-    else:
-        _check_shape("initial_state", initial_state, expected)
-        state = initial_state.to(dtype)
-    output_dtype, heads = v.dtype, v.shape[2]
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if normalise:
-        q, k = l2norm(q), l2norm(k)
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    q, k = expand_heads(q, heads), expand_heads(k, heads)
-    return Inputs(q, k, v, state, boundaries, output_dtype, normalise, state_v_first)
+    tensors: FirstOrderTensors, scale: float, normalise: bool, erases: bool, p_times_alpha: bool
+) -> PreparedTensors:
+    """``normalise`` divides q, k and p by their norms; ``p_times_alpha`` takes the error at the decayed state."""
+    dtype, heads = compute_dtype(tensors), tensors.v.shape[-2]
+
+    def key(x: Tensor) -> Tensor:
+        x = x.to(dtype)
+        return expand_heads(l2norm(x) if normalise else x, heads)
+
+    q, k, v = key(tensors.q) * scale, key(tensors.k), tensors.v.to(dtype)
+    log_alpha = v.new_zeros(v.shape[:-1]) if tensors.log_alpha is None else tensors.log_alpha.to(dtype)
+    p = None
+    if erases:
+        p = k if tensors.p is None else key(tensors.p)
+        if p_times_alpha:
+            p = (log_alpha if log_alpha.dim() == p.dim() else log_alpha.unsqueeze(-1)).exp() * p
+    beta = None if tensors.beta is None else tensors.beta.to(dtype)
+    return PreparedTensors(q, k, v, p, log_alpha, beta, None if tensors.erase_key is None else key(tensors.erase_key))
 
 
 def expand_heads(x: Tensor, heads: int) -> Tensor:
-    """`[B, T, H, ...]` to `[B, T, heads, ...]`: every head serves `heads // H` neighbours."""
-    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+    """``[..., H, K]`` to ``[..., heads, K]``: every head serves ``heads // H`` neighbours."""
+    return x if x.shape[-2] == heads else x.repeat_interleave(heads // x.shape[-2], -2)
 
 
-def _check_shape(name: str, x: Tensor, expected: list) -> None:
-    """`expected` mixes sizes and, where any size will do, a letter that names it."""
-    wanted = "[" + ", ".join(map(str, expected)) + "]"
-    fits = x.dim() == len(expected) and all(isinstance(e, str) or e == n for e, n in zip(expected, x.shape))
-    if not fits:
-        raise ValueError(f"{name} must have shape {wanted}, got {list(x.shape)}")
+def without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """Autocast must not lower the precision of states; meta tensors know no autocast."""
+    device = x.device.type
+    active = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
+
+
+# ------------------------------------------------------------------------------------------------------------ checks
+
+
+def check_tensors(tensors: FirstOrderTensors, names: Mapping[str, str], optional: tuple[str, ...], rank: int) -> None:
+    """Types, shapes and devices. ``names`` are the caller's names of the tensors that the rule has."""
+    for field, name in names.items():
+        x = getattr(tensors, field)
+        if isinstance(x, Tensor):
+            if not x.is_floating_point():
+                raise ValueError(f"{name} must be a floating-point tensor, got {x.dtype}")
+        elif x is not None or field not in optional:
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    q, k, v = tensors.q, tensors.k, tensors.v
+    before = ("B", "T") if rank == 4 else ("B",)
+    _check_shape(names["q"], q, (*before, "H", "K"))
+    _check_shape(names["k"], k, q.shape)
+    _check_shape(names["v"], v, (*q.shape[:-2], "HV", "V"))
+    heads, value_heads, key_dim = q.shape[-2], v.shape[-2], q.shape[-1]
+    if heads == 0 or value_heads == 0 or value_heads % heads:
+        raise ValueError(f"{names['v']} must have a multiple of the {heads} heads of q and k, got {value_heads}")
+    if key_dim == 0 or v.shape[-1] == 0:
+        raise ValueError(f"head dimensions must be positive, got K = {key_dim} and V = {v.shape[-1]}")
+    for field, name in names.items():
+        x = getattr(tensors, field)
+        if x is None:
+            continue
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of {names['q']}, {q.device}, got {x.device}")
+        if field in ("p", "erase_key"):
+            _check_shape(name, x, (*q.shape[:-2], "H or HV", key_dim))
+            if x.shape[-2] == 0 or value_heads % x.shape[-2]:
+                raise ValueError(f"{name} must have heads that divide the {value_heads} of v, got {x.shape[-2]}")
+
+
+def check_gate_shapes(tensors: FirstOrderTensors, names: Mapping[str, str], vector: bool) -> None:
+    per_head = tensors.v.shape[:-1]
+    if tensors.log_alpha is not None:
+        _check_shape(names["log_alpha"], tensors.log_alpha, (*per_head, tensors.q.shape[-1]) if vector else per_head)
+    if tensors.beta is not None:
+        _check_shape(names["beta"], tensors.beta, per_head)
+
+
+def check_gate_values(tensors: FirstOrderTensors, names: Mapping[str, str]) -> None:
+    """Log-decays <= 0 (``-inf`` forgets everything), beta finite. A look at the values would make a GPU wait for the
+    host, and cannot be traced; on a CPU it costs nothing."""
+    if tensors.v.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    log_alpha, beta = tensors.log_alpha, tensors.beta
+    if log_alpha is not None and log_alpha.numel():
+        largest = log_alpha.detach().max().item()
+        if not largest <= 0:
+            name = names["log_alpha"]
+            raise ValueError(f"{name} must hold logarithms of decays, all <= 0, but its largest value is {largest}")
+    if beta is not None and not bool(beta.detach().isfinite().all()):
+        raise ValueError(f"{names['beta']} must be finite, got NaN or inf")
+
+
+def check_initial_state(state: Tensor | None, shape: tuple[int, ...], q: Tensor) -> None:
+    """``shape``: [N, HV, K, V]."""
+    if state is None:
+        return
+    if not isinstance(state, Tensor) or not state.is_floating_point():
+        given = state.dtype if isinstance(state, Tensor) else type(state).__name__
+        raise ValueError(f"initial_state must be a floating-point tensor, got {given}")
+    _check_shape("initial_state", state, shape)
+    if state.device != q.device:
+        raise ValueError(f"initial_state must be on the device of q, {q.device}, got {state.device}")
+
+
+def check_step_state(
+    state: Tensor, tensors: FirstOrderTensors, state_indices: Tensor | None, read: bool
+) -> Tensor | None:
+    """A state ``[slots, HV, K, V]`` that can be updated in place; returns the slots as int64, or None without indices.
+    ``read``: look at the slots' values (CPU tensors only)."""
+    q, v = tensors.q, tensors.v
+    if not isinstance(state, Tensor):
+        raise ValueError(f"state must be a torch.Tensor, got {type(state).__name__}")
+    batch, shape = v.shape[0], (v.shape[1], q.shape[2], v.shape[2])
+    if state.dim() != 4 or state.shape[1:] != shape:
+        raise ValueError(f"state must have shape [slots, {', '.join(map(str, shape))}], got {list(state.shape)}")
+    if state_indices is None and state.shape[0] != batch:
+        raise ValueError(
+            f"state must have shape {[batch, *shape]}, a row for each row of the batch (or state_indices must say "
+            f"which), got {list(state.shape)}"
+        )
+    if state.dtype != compute_dtype(tensors):
+        raise ValueError(f"state must be {compute_dtype(tensors)} to be updated in place, got {state.dtype}")
+    if state.device != q.device:
+        raise ValueError(f"state must be on the device of q, {q.device}, got {state.device}")
+    check_no_overlap("state", state)
+    return None if state_indices is None else check_state_indices(state_indices, state, batch, read)
+
+
+def check_no_overlap(name: str, x: Tensor) -> None:
+    """Two entries in the same memory (an expanded tensor) cannot both be updated."""
+    if x.is_contiguous():
+        return
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape)):
+        if size > 1 and stride <= reach:
+            raise ValueError(f"{name} must not overlap itself (expanded?), got strides {x.stride()}")
+        reach += (size - 1) * stride
+
+
+def check_boundaries(cu_seqlens: Tensor | SequenceBoundaries | None, q: Tensor) -> SequenceBoundaries | None:
+    if cu_seqlens is None:
+        return None
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs one packed row (B == 1), got q with B == {q.shape[0]}")
+    return SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1])
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    """Chunks are halved again and again (chunk_vector.py)."""
+    valid = isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size > 0
+    if not valid or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size must be a power of two, got {chunk_size!r}")
+
+
+def _check_shape(name: str, x: Tensor, expected: tuple[int | str, ...]) -> None:
+    """``expected`` mixes sizes and, where any size will do, a letter that names it."""
+    if x.dim() == len(expected) and all(isinstance(e, str) or e == n for e, n in zip(expected, x.shape)):
+        return
+    raise ValueError(f"{name} must have shape [{', '.join(map(str, expected))}], got {list(x.shape)}")

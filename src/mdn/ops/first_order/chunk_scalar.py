@@ -1,0 +1,140 @@
+"""First-order rules whose state decays by one number per head and token, chunk by chunk: in torch and natively.
+
+    r_t = v_t - S_{t-1}^T p_t                          no p: r_t = v_t
+    S_t = alpha_t S_{t-1} + beta_t k_t r_t^T           o_t = S_t^T q_t
+
+With p = alpha k this is the gated delta rule, with another p Comba, without p Mamba2's state update. In a chunk that
+starts with S0, abar_i is the product of alpha_1..alpha_i, and gamma_S[i, j] = alpha_{j+1} ... alpha_i beta_j (i >= j)
+the weight that the write of token j has in the state after token i ("prev" is one row earlier: of abar a one first, of
+gamma_S zeros):
+
+    erase  = (P K^T) * gamma_S_prev                    strictly lower triangular
+    attend = (Q K^T) * gamma_S
+    (I + erase) R = V - diag(abar_prev) P S0
+    O  = diag(abar) Q S0 + attend R
+    S' = abar_C S0 + K^T diag(write_S) R               write_S: the last row of gamma_S
+
+Decays between two tokens are exponentials of sums over segments of logarithms, so every exponent is <= 0 and ``-inf``
+gives exact zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mdn.ops.backends import backend_module
+from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.first_order.inputs import FirstOrderTensors, PreparedTensors, expand_heads, without_autocast
+from mdn.ops.first_order.layout import chunk_layout
+from mdn.ops.first_order.state_scan import state_scan
+from mdn.ops.momentum_delta_rule.options import RuleOptions
+
+
+def chunk_scalar_decay(
+    x: PreparedTensors, initial_state: Tensor, boundaries: SequenceBoundaries | None, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[B, T, HV, V]`` and final states ``[N, HV, K, V]``, in the dtype of the computation."""
+    layout = chunk_layout(x.v, boundaries, chunk_size)
+    S0 = layout.rank_states(initial_state)
+    with without_autocast(x.v):
+        q, k, v, log_alpha = (layout.split(y) for y in (x.q, x.k, x.v, x.log_alpha))
+        gamma_S = segment_decays(log_alpha)
+        if x.beta is not None:
+            gamma_S = gamma_S * layout.split(x.beta).unsqueeze(-2)
+        abar = log_alpha.cumsum(-1).exp().unsqueeze(-1)  # [..., C, 1]
+        writes = k * gamma_S[..., -1, :].unsqueeze(-1)
+        whole = abar[..., -1:, :]
+        if x.p is None:
+            residual = v
+            starts, _, final = state_scan(whole, S0, layout.steps, added=writes.transpose(-1, -2) @ v)
+        else:
+            p = layout.split(x.p)
+            erase = (p @ k.transpose(-1, -2)) * one_row_down(gamma_S)
+            values, probes = solve_unit_lower(erase, v, one_row_down(abar, first=1.0) * p)
+            starts, residual, final = state_scan(whole, S0, layout.steps, values, probes, writes)
+        attend = (q @ k.transpose(-1, -2)) * gamma_S
+        o = (abar * q) @ starts + attend @ residual
+    return layout.join(o), layout.unrank_states(final)
+
+
+def segment_decays(log_alpha: Tensor) -> Tensor:
+    """``[..., C]`` logarithms to ``[..., C, C]``: product of the decays of tokens j+1..i, zeros above the diagonal."""
+    size = log_alpha.shape[-1]
+    lower = torch.ones(size, size, dtype=torch.bool, device=log_alpha.device).tril()
+    steps = log_alpha.unsqueeze(-1).expand(*log_alpha.shape, size)
+    sums = steps.masked_fill(~lower.tril(-1), 0.0).cumsum(-2)
+    return sums.exp().masked_fill(~lower, 0.0)
+
+
+def solve_unit_lower(erase: Tensor, values: Tensor, probes: Tensor) -> tuple[Tensor, Tensor]:
+    """(I + erase)^-1 applied to values ``[..., C, V]`` and probes ``[..., C, K]`` by substitution."""
+    both = torch.linalg.solve_triangular(erase, torch.cat([values, probes], -1), upper=False, unitriangular=True)
+    values, probes = both.split([values.shape[-1], probes.shape[-1]], -1)
+    return values, probes
+
+
+def one_row_down(x: Tensor, first: float = 0.0) -> Tensor:
+    """``[..., C, D]``: row i becomes row i + 1, the last one is dropped."""
+    return F.pad(x[..., :-1, :], (0, 0, 1, 0), value=first)
+
+
+# ----------------------------------------------------------------------------------------------- the native CPU kernel
+
+
+def native_scalar_decay(
+    tensors: FirstOrderTensors,
+    initial_state: Tensor | None,
+    boundaries: SequenceBoundaries | None,
+    options: RuleOptions,
+    erases: bool,
+) -> tuple[Tensor, Tensor]:
+    """Outputs in the dtype of v and final states. The kernel normalises, scales and shares key heads by itself."""
+    q, k, v, p = tensors.q, tensors.k, tensors.v, tensors.p
+    if p is not None and p.shape[2] != q.shape[2]:
+        q, k, p = (expand_heads(x, v.shape[2]) for x in (q, k, p))
+    dtypes = {x.dtype for x in (q, k, v, p) if x is not None}
+    if len(dtypes) > 1:
+        q, k, v, p = q.float(), k.float(), v.float(), None if p is None else p.float()
+    gates = (None if x is None else x.float() for x in (tensors.log_alpha, tensors.beta, initial_state))
+    kernel: Any = _NativeScalarDecay.apply
+    o, final = kernel(q, k, v, p, *gates, boundaries, options, erases)
+    return o, final
+
+
+class _NativeScalarDecay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        p: Tensor | None,
+        log_alpha: Tensor | None,
+        beta: Tensor | None,
+        initial_state: Tensor | None,
+        boundaries: SequenceBoundaries | None,
+        options: RuleOptions,
+        erases: bool,
+    ) -> Any:
+        tensors = q, k, v, p, log_alpha, beta, initial_state
+        save = any(ctx.needs_input_grad)
+        kernel = backend_module("cpu")
+        o, final, residual = kernel.first_order_forward(*tensors, boundaries, options, save, erase=erases)
+        if save:
+            ctx.save_for_backward(*tensors, residual)
+            ctx.boundaries, ctx.options, ctx.erases = boundaries, options, erases
+        return o, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_o: Tensor, grad_final: Tensor) -> Any:
+        *tensors, residual = ctx.saved_tensors
+        gradients = backend_module("cpu").first_order_backward(
+            grad_o, grad_final, *tensors, residual, ctx.boundaries, ctx.options, erase=ctx.erases
+        )
+        return *gradients, None, None, None

@@ -1,0 +1,175 @@
+"""First-order rules whose state decays by its own number in every key dimension, chunk by chunk.
+
+    r_t = v_t - S_{t-1}^T p_t                                   no p: r_t = v_t
+    S_t = diag(alpha_t) S_{t-1} + beta_t k_t r_t^T              o_t = S_t^T q_t
+
+Without p this is GLA, with p = alpha k KDA. RWKV-7 writes x_t = S_{t-1}^T p_t along a key e of its own:
+S_t = diag(alpha_t) S_{t-1} + k_t v_t^T + e_t x_t^T. In a chunk that starts with S0, with k standing for beta k and
+``[Q K]`` for products of rows with the decay between them (``decayed_products``; ``[P K]_prev``: to the token before):
+
+    (I + [P K]_prev) R = V - Pbar S0                            (I - [P E]_prev) X = [P K]_prev V + Pbar S0
+    O  = Qbar S0 + [Q K] R                                      O  = Qbar S0 + [Q K] V + [Q E] X
+    S' = diag(abar_C) S0 + Kbar^T R                             S' = diag(abar_C) S0 + Kbar^T V + Ebar^T X
+
+Qbar and Pbar are decayed from the chunk's start (Pbar to the token before), Kbar and Ebar up to its end. Every exponent
+is <= 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.first_order.chunk_scalar import one_row_down, solve_unit_lower
+from mdn.ops.first_order.inputs import PreparedTensors, without_autocast
+from mdn.ops.first_order.layout import chunk_layout
+from mdn.ops.first_order.state_scan import state_scan
+
+
+def chunk_vector_decay(
+    x: PreparedTensors, initial_state: Tensor, boundaries: SequenceBoundaries | None, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[B, T, HV, V]`` and final states ``[N, HV, K, V]``, in the dtype of the computation."""
+    layout = chunk_layout(x.v, boundaries, chunk_size)
+    S0 = layout.rank_states(initial_state)
+    with without_autocast(x.v):
+        q, k, v, log_alpha = (layout.split(y) for y in (x.q, x.k, x.v, x.log_alpha))
+        if x.beta is not None:
+            k = layout.split(x.beta).unsqueeze(-1) * k
+        abar, to_end = chunk_decays(log_alpha)
+        whole = abar[..., -1, :].unsqueeze(-1)  # [..., K, 1]
+        if x.p is None:
+            added = (k * to_end).transpose(-1, -2) @ v
+            starts, _, final = state_scan(whole, S0, layout.steps, added=added)
+            inside = decayed_products(q.unsqueeze(-3), k.unsqueeze(-3), log_alpha)[..., 0, 0, :, :] @ v
+        else:
+            p = layout.split(x.p)
+            # p_t meets the state before token t decays it: seen from p_t the clock stands at t - 1.
+            late = torch.stack([q, F.pad(p[..., 1:, :], (0, 0, 0, 1))], -3)
+            probes = p * one_row_down(abar, first=1.0)
+            if x.erase_key is None:
+                qk, pk = decayed_products(late, k.unsqueeze(-3), log_alpha).squeeze(-3).unbind(-3)
+                values, probes = solve_unit_lower(one_row_down(pk), v, probes)
+                starts, residual, final = state_scan(whole, S0, layout.steps, values, probes, k * to_end)
+                inside = qk @ residual
+            else:
+                e = layout.split(x.erase_key)
+                from_q, from_p = decayed_products(late, torch.stack([k, e], -3), log_alpha).unbind(-4)
+                pk, pe = one_row_down(from_p).unbind(-3)
+                values, probes = solve_unit_lower(-pe, pk @ v, -probes)
+                added = (k * to_end).transpose(-1, -2) @ v
+                starts, found, final = state_scan(whole, S0, layout.steps, values, probes, e * to_end, added)
+                inside = from_q[..., 0, :, :] @ v + from_q[..., 1, :, :] @ found
+        o = (q * abar) @ starts + inside
+    return layout.join(o), layout.unrank_states(final)
+
+
+def chunk_decays(log_alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """``[..., C, K]``: decays from the chunk's start through each token, and from after each token to its end."""
+    following = F.pad(log_alpha[..., 1:, :], (0, 0, 0, 1))
+    return log_alpha.cumsum(-2).exp(), following.flip(-2).cumsum(-2).flip(-2).exp()
+
+
+# -------------------------------------------------------------------------- products with a decay per key dimension
+#
+#     products[m, n, i, j] = sum_d late[m, i, d] early[n, j, d] exp(g[j+1, d] + ... + g[i, d])     for i >= j, else 0
+#
+# The decay cannot be taken out of the sum, and splitting it as exp(G_i) exp(-G_j) overflows. Instead blocks of 1, 2,
+# 4, ... tokens are merged in pairs. The border between the two blocks of a pair is the anchor: the later vectors decay
+# from the anchor on, the earlier ones up to it. Both are sums of given logarithms, never differences.
+
+
+class Merge(NamedTuple):
+    """One level of pairwise merging. ``[..., C, D]`` is seen as ``[..., pairs, 2, block, D]``."""
+
+    block: int
+    to_anchor: Tensor
+    """[..., pairs, block, K]: decay of each token of the earlier blocks up to the anchor"""
+    from_anchor: Tensor
+    """[..., pairs, block, K]: decay of each token of the later blocks from the anchor on"""
+
+    def earlier(self, x: Tensor) -> Tensor:
+        """``[..., C, D]`` to the earlier blocks of all pairs ``[..., pairs, block, D]``, as a view."""
+        return in_pairs(x, -2, self.block)[..., 0, :, :]
+
+    def later(self, x: Tensor) -> Tensor:
+        return in_pairs(x, -2, self.block)[..., 1, :, :]
+
+    def between(self, x: Tensor) -> Tensor:
+        """The parts ``[..., pairs, block, block]`` of ``[..., C, C]`` where a pair's later rows meet its earlier
+        columns, as a view."""
+        grid = in_pairs(in_pairs(x, -1, self.block), -4, self.block)  # [..., pairs, 2, block, pairs, 2, block]
+        return grid[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def in_pairs(x: Tensor, dim: int, block: int) -> Tensor:
+    """A view in which ``dim`` is (pairs, 2, block)."""
+    return torch.unflatten(x, dim, (-1, 2, block))
+
+
+def pairwise_merges(g: Tensor) -> Iterator[Merge]:
+    """The levels for logarithms ``g [..., C, K]``, C a power of two. Together with the diagonal, their ``between``
+    parts tile the lower triangle of ``[C, C]``. Every exponent is <= 0, and a gate of ``-inf`` gives an exact zero."""
+    block = 1
+    up_to, after = g, torch.zeros_like(g)  # sums over the token's block: up to the token, and after it
+    while block < g.shape[-2]:
+        prefix, suffix = in_pairs(up_to, -2, block), in_pairs(after, -2, block)
+        yield Merge(block, suffix[..., 0, :, :].exp(), prefix[..., 1, :, :].exp())
+        totals = prefix[..., -1:, :]
+        up_to = torch.stack([prefix[..., 0, :, :], prefix[..., 1, :, :] + totals[..., 0, :, :]], -3).reshape(g.shape)
+        after = torch.stack([suffix[..., 0, :, :] + totals[..., 1, :, :], suffix[..., 1, :, :]], -3).reshape(g.shape)
+        block *= 2
+
+
+def decayed_products(late: Tensor, early: Tensor, g: Tensor) -> Tensor:
+    """late ``[..., M, C, K]``, early ``[..., N, C, K]``, g ``[..., C, K]`` -> ``[..., M, N, C, C]``, lower triangular.
+
+    C is a power of two. Only the three arguments are kept for the backward pass.
+    """
+    multiply: Any = _DecayedProducts.apply
+    products: Tensor = multiply(late, early, g)
+    return products
+
+
+class _DecayedProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, late: Tensor, early: Tensor, g: Tensor) -> Tensor:
+        ctx.save_for_backward(late, early, g)
+        size = g.shape[-2]
+        products = late.new_zeros(*g.shape[:-2], late.shape[-3], early.shape[-3], size, size)
+        same = late.unsqueeze(-3) * early.unsqueeze(-4)
+        products.diagonal(dim1=-2, dim2=-1).copy_(same.sum(-1))
+        for merge in pairwise_merges(g):
+            rows = merge.later(late) * merge.from_anchor.unsqueeze(-4)
+            columns = merge.earlier(early) * merge.to_anchor.unsqueeze(-4)
+            merge.between(products).copy_(torch.einsum("...mpid,...npjd->...mnpij", rows, columns))
+        return products
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        late, early, g = ctx.saved_tensors
+        on_diagonal = grad.diagonal(dim1=-2, dim2=-1)
+        grad_late = torch.einsum("...mni,...nid->...mid", on_diagonal, early)
+        grad_early = torch.einsum("...mni,...mid->...nid", on_diagonal, late)
+        grad_g = torch.zeros_like(g)
+        for merge in pairwise_merges(g):
+            grad_between = merge.between(grad)
+            rows = merge.later(late) * merge.from_anchor.unsqueeze(-4)
+            columns = merge.earlier(early) * merge.to_anchor.unsqueeze(-4)
+            grad_rows = torch.einsum("...mnpij,...npjd->...mpid", grad_between, columns)
+            grad_columns = torch.einsum("...mnpij,...mpid->...npjd", grad_between, rows)
+            merge.later(grad_late).add_(grad_rows * merge.from_anchor.unsqueeze(-4))
+            merge.earlier(grad_early).add_(grad_columns * merge.to_anchor.unsqueeze(-4))
+            # Token l of the later block decays every row i >= l; token l of the earlier one every column j < l.
+            along_rows = (grad_rows * rows).sum(-4).flip(-2).cumsum(-2).flip(-2)
+            along_columns = (grad_columns * columns).sum(-4).cumsum(-2)[..., :-1, :]
+            merge.later(grad_g).add_(along_rows)
+            merge.earlier(grad_g)[..., 1:, :].add_(along_columns)
+        return grad_late, grad_early, grad_g

@@ -1,0 +1,218 @@
+"""One first-order rule, and the three ways to run it: chunk by chunk, token by token, and one token in place."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mdn.ops.backends import backend_module
+from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.first_order import inputs
+from mdn.ops.first_order.backend import choose_backend
+from mdn.ops.first_order.chunk_scalar import chunk_scalar_decay, native_scalar_decay
+from mdn.ops.first_order.chunk_vector import chunk_vector_decay
+from mdn.ops.first_order.guards import Computed, contain_damage, refuse_transforms
+from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors, PreparedTensors
+from mdn.ops.first_order.reference import recurrent_form, step_
+from mdn.ops.momentum_delta_rule.options import RuleOptions
+from mdn.ops.momentum_delta_rule.validation import check_scale
+
+
+class SharedArguments(NamedTuple):
+    """What the public functions take beside the tensors of their rule, under FLA's names."""
+
+    scale: float | None
+    initial_state: Any
+    output_final_state: bool
+    cu_seqlens: Tensor | SequenceBoundaries | None
+    use_qk_l2norm_in_kernel: bool = False
+    state_v_first: bool = False
+    normalize: bool = False
+    """linear attention only"""
+
+
+HINTS = ("cu_seqlens_cpu", "chunk_indices", "safe_gate", "disable_recompute", "lower_bound")
+"""arguments of FLA's functions that change how its kernels compute, not what"""
+REFUSED = {
+    "cp_context": "context parallelism is not offered for the first-order rules",
+    "return_intermediate_states": "states inside a sequence are not returned; call the rule on its pieces",
+    "use_graph": "it belongs to FLA's Ascend kernels",
+    "max_num_seqs": "it belongs to FLA's Ascend kernels",
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which parts of the general rule (inputs.py) a rule has, and how FLA's function of the same name is called."""
+
+    name: str
+    arguments: Mapping[str, str]
+    """the rule's fields of ``FirstOrderTensors``, with the names they have in its public functions and in FLA's"""
+    optional: tuple[str, ...] = ()
+    """fields that may be None"""
+    vector: bool = False
+    """the decay is one number per key dimension"""
+    erases: bool = True
+    """the error is taken against what the state holds along p"""
+    p_times_alpha: bool = False
+    """... at the decayed state"""
+    fla_options: tuple[str, ...] = ()
+    """fields of ``SharedArguments`` that FLA's function also takes"""
+    fla_shares_keys: bool = False
+    """FLA's kernels know value heads that share a key head"""
+
+    def chunk(
+        self,
+        tensors: FirstOrderTensors,
+        shared: SharedArguments,
+        chunk_size: int,
+        backend: str,
+        hints: Mapping[str, Any],
+    ) -> FirstOrderOutput:
+        """The chunkwise form, on the backend that was requested or is best."""
+        check_hints(hints)
+        inputs.check_chunk_size(chunk_size)
+        scale = self._check(tensors, shared.scale, rank=4)
+        inputs.check_gate_values(tensors, self.arguments)
+        chosen = self.backend_for(tensors, backend)
+        if chosen == "fla":
+            return self._call_fla(tensors, shared, hints)
+        refuse_transforms(f"chunk_{self.name}", f"recurrent_{self.name}", (*tensors, shared.initial_state))
+        initial, boundaries = self._initial_state(tensors, shared)
+        options = RuleOptions(scale, chunk_size, shared.use_qk_l2norm_in_kernel, self.p_times_alpha)
+
+        def compute(given: FirstOrderTensors) -> Computed:
+            if chosen == "cpu":
+                return native_scalar_decay(given, initial, boundaries, options, self.erases)
+            prepared = self._prepare(given, scale, shared.use_qk_l2norm_in_kernel)
+            form = chunk_vector_decay if self.vector else chunk_scalar_decay
+            return form(prepared, initial, boundaries, chunk_size)
+
+        return _finish(contain_damage(compute, tensors, boundaries), tensors.v, shared)
+
+    def recurrent(self, tensors: FirstOrderTensors, shared: SharedArguments) -> FirstOrderOutput:
+        """The definition."""
+        scale = self._check(tensors, shared.scale, rank=4)
+        inputs.check_gate_values(tensors, self.arguments)
+        prepared = self._prepare(tensors, scale, shared.use_qk_l2norm_in_kernel)
+        return _finish(recurrent_form(prepared, *self._initial_state(tensors, shared)), tensors.v, shared)
+
+    @torch.no_grad()
+    def step(
+        self,
+        tensors: FirstOrderTensors,
+        state: Tensor,
+        scale: float | None,
+        state_indices: Tensor | None,
+        backend: str,
+        check_gates: bool,
+        normalise: bool = False,
+    ) -> Tensor:
+        """One token, ``[B, H, D]``; ``state`` ``[slots, HV, K, V]`` changes in place. Returns o ``[B, HV, V]``."""
+        scale = self._check(tensors, scale, rank=3)
+        if check_gates:
+            inputs.check_gate_values(tensors, self.arguments)
+        slots = inputs.check_step_state(state, tensors, state_indices, read=check_gates)
+        refuse_transforms(f"{self.name}_step", f"recurrent_{self.name}", (*tensors, state))
+        if self.step_backend_for(tensors, backend) == "cpu":
+            return self._native_step(tensors, state, slots, RuleOptions(scale, 1, normalise, self.p_times_alpha))
+        with inputs.without_autocast(tensors.v):
+            return step_(self._prepare(tensors, scale, normalise), state, slots).to(tensors.v.dtype)
+
+    def backend_for(self, tensors: FirstOrderTensors, backend: str) -> str:
+        """``torch``, ``cpu`` or ``fla``; raises if the requested backend cannot run."""
+        # The tensor of the highest precision decides: the native kernel does not compute in float64.
+        widest = next((x for x in tensors[:3] if x.dtype == torch.float64), tensors.q)
+        chosen = choose_backend(widest, backend, not self.vector)
+        return "torch" if tensors.q.is_meta else chosen  # meta tensors have shapes only, which torch knows
+
+    def step_backend_for(self, tensors: FirstOrderTensors, backend: str) -> str:
+        """``torch`` or ``cpu``."""
+        if backend == "fla":
+            raise ValueError("backend='fla' cannot be used here: FLA has no step that updates a state in place")
+        return "cpu" if self.backend_for(tensors, backend) == "cpu" else "torch"
+
+    # ------------------------------------------------------------------------------------------------------- the parts
+
+    def _check(self, tensors: FirstOrderTensors, scale: float | None, rank: int) -> float:
+        """Everything but values and states; returns the scale as a number."""
+        inputs.check_tensors(tensors, self.arguments, self.optional, rank)
+        inputs.check_gate_shapes(tensors, self.arguments, self.vector)
+        return check_scale(scale, tensors.q)
+
+    def _prepare(self, tensors: FirstOrderTensors, scale: float, normalise: bool) -> PreparedTensors:
+        return inputs.prepare(tensors, scale, normalise, self.erases, self.p_times_alpha)
+
+    def _initial_state(
+        self, tensors: FirstOrderTensors, shared: SharedArguments
+    ) -> tuple[Tensor, SequenceBoundaries | None]:
+        """The states before the first tokens ``[N, HV, K, V]``, and where the sequences of a pack begin."""
+        q, v, state = tensors.q, tensors.v, shared.initial_state
+        boundaries = inputs.check_boundaries(shared.cu_seqlens, q)
+        count = q.shape[0] if boundaries is None else boundaries.num_sequences
+        shape = (count, v.shape[2], q.shape[3], v.shape[3])
+        if state is None:
+            return q.new_zeros(shape, dtype=inputs.compute_dtype(tensors)), boundaries
+        inputs.check_initial_state(state, (*shape[:2], shape[3], shape[2]) if shared.state_v_first else shape, q)
+        state = state.transpose(-1, -2) if shared.state_v_first else state
+        return state.to(inputs.compute_dtype(tensors)), boundaries
+
+    def _native_step(
+        self, tensors: FirstOrderTensors, state: Tensor, slots: Tensor | None, options: RuleOptions
+    ) -> Tensor:
+        q, k, v, p, log_alpha, beta, _ = tensors
+        if not q.dtype == k.dtype == v.dtype:
+            q, k, v = q.float(), k.float(), v.float()
+        o: Tensor = backend_module("cpu").first_order_step_(
+            q, k, v, p, log_alpha, beta, state, slots, options, erase=self.erases
+        )
+        return o.to(tensors.v.dtype)
+
+    def _call_fla(
+        self, tensors: FirstOrderTensors, shared: SharedArguments, hints: Mapping[str, Any]
+    ) -> FirstOrderOutput:
+        """Call FLA's ``chunk_<rule>`` by argument names; imported only now, because it brings Triton with it."""
+        heads = tensors.v.shape[2]
+        filled = tensors._replace(
+            p=tensors.k if tensors.p is None else tensors.p,
+            log_alpha=tensors.v.new_zeros(tensors.v.shape[:3]) if tensors.log_alpha is None else tensors.log_alpha,
+            beta=tensors.v.new_ones(tensors.v.shape[:3]) if tensors.beta is None else tensors.beta,
+        )
+        named = {name: getattr(filled, field) for field, name in self.arguments.items()}
+        if not self.fla_shares_keys:
+            for field in ("q", "k"):
+                named[self.arguments[field]] = inputs.expand_heads(getattr(tensors, field), heads)
+        boundaries = shared.cu_seqlens
+        compute = getattr(importlib.import_module(f"fla.ops.{self.name}"), f"chunk_{self.name}")
+        o, final = compute(
+            **named,
+            scale=shared.scale,
+            initial_state=shared.initial_state,
+            output_final_state=shared.output_final_state,
+            cu_seqlens=boundaries.cu_seqlens if isinstance(boundaries, SequenceBoundaries) else boundaries,
+            **{option: getattr(shared, option) for option in self.fla_options},
+            **hints,
+        )
+        return FirstOrderOutput(o, final if shared.output_final_state else None)
+
+
+def _finish(computed: Computed, v: Tensor, shared: SharedArguments) -> FirstOrderOutput:
+    o, final = computed
+    final = final.transpose(-1, -2) if shared.state_v_first else final
+    return FirstOrderOutput(o.to(v.dtype), final if shared.output_final_state else None)
+
+
+def check_hints(hints: Mapping[str, Any]) -> None:
+    """Further arguments of FLA's functions: hints go to its kernels and mean nothing elsewhere, others are refused."""
+    for name, value in hints.items():
+        if name in REFUSED and value:
+            raise ValueError(f"{name}={value!r} is not supported: {REFUSED[name]}")
+        if name not in HINTS and name not in REFUSED:
+            raise ValueError(
+                f"unknown argument {name!r}; beyond the signature FLA's hints are taken: {', '.join(HINTS)}"
+            )

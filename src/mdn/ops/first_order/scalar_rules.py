@@ -1,0 +1,429 @@
+"""Rules with one decay per head: linear attention, simple GLA, the delta rule, the gated delta rule, Comba.
+
+All are S_t = alpha_t S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T, o_t = scale * S_t^T q_t, with alpha = exp(g):
+
+| rule | alpha | beta | p |
+|---|---|---|---|
+| linear attention | 1 | 1 | 0 |
+| simple GLA (Mamba2's state update, RetNet) | exp(g) | 1 | 0 |
+| delta rule | 1 | beta | k |
+| gated delta rule | exp(g) | beta | alpha k: the error is taken at the decayed state |
+| Comba | exp(g) | beta | p: the error is taken before the decay, as in FLA's kernels |
+
+Shapes: q, k ``[B, T, H, K]``, v ``[B, T, HV, V]``, gates ``[B, T, HV]``, states ``[N, HV, K, V]``; one token has no T.
+Names, order and defaults are FLA's. ``chunk_*`` are for training and prompts, ``recurrent_*`` are the definitions, and
+``*_step`` update the state in place and return o ``[B, HV, V]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.first_order.gates import log_decay_from, writing_strength
+from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors, expand_heads
+from mdn.ops.first_order.rule import Rule, SharedArguments
+
+QKV = {"q": "q", "k": "k", "v": "v"}
+LINEAR_ATTN = Rule("linear_attn", QKV, erases=False, fla_options=("normalize",))
+SIMPLE_GLA = Rule(
+    "simple_gla", QKV | {"log_alpha": "g"}, optional=("log_alpha",), erases=False, fla_options=("state_v_first",)
+)
+DELTA_RULE = Rule("delta_rule", QKV | {"beta": "beta"}, fla_options=("use_qk_l2norm_in_kernel",))
+GATED_DELTA_RULE = Rule(
+    "gated_delta_rule",
+    QKV | {"log_alpha": "g", "beta": "beta"},
+    optional=("log_alpha", "beta"),
+    p_times_alpha=True,
+    fla_options=("use_qk_l2norm_in_kernel", "state_v_first"),
+    fla_shares_keys=True,
+)
+COMBA = Rule(
+    "comba",
+    QKV | {"p": "p", "log_alpha": "g", "beta": "beta"},
+    optional=("p", "log_alpha", "beta"),
+    fla_options=("use_qk_l2norm_in_kernel",),
+    fla_shares_keys=True,
+)
+
+# ---------------------------------------------------------------------------------------------------- linear attention
+
+LinearState = Tensor | tuple[Tensor, Tensor]
+"""S [N, H, K, V], or with the normaliser (S, z [N, 1, H, K])"""
+EPSILON = 1e-10
+
+
+class LinearAttentionOutput(NamedTuple):
+    o: Tensor
+    final_state: LinearState | None
+
+
+def chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: LinearState | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    *,
+    chunk_size: int = 64,
+    backend: str = "auto",
+    **hints: Any,
+) -> LinearAttentionOutput:
+    """S_t = S_{t-1} + k_t v_t^T. With ``normalize``, o_t is divided by q_t . z_t with z_t = k_1 + ... + k_t, and the
+    state is (S, z ``[N, 1, HV, K]``)."""
+    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, normalize=normalize)
+    tensors = FirstOrderTensors(q, k, v)
+
+    def rule(tensors: FirstOrderTensors, shared: SharedArguments) -> FirstOrderOutput:
+        return LINEAR_ATTN.chunk(tensors, shared, chunk_size, backend, hints)
+
+    if LINEAR_ATTN.backend_for(tensors, backend) == "fla":
+        return LinearAttentionOutput(*rule(tensors, shared))
+    return _linear_attention(rule, tensors, shared)
+
+
+def recurrent_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: LinearState | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+) -> LinearAttentionOutput:
+    """The definition of ``chunk_linear_attn``, token by token."""
+    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, normalize=normalize)
+    return _linear_attention(LINEAR_ATTN.recurrent, FirstOrderTensors(q, k, v), shared)
+
+
+def linear_attn_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    z_state: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    state_indices: Tensor | None = None,
+    backend: str = "auto",
+    check_gates: bool = True,
+) -> Tensor:
+    """One token; with ``z_state`` ``[slots, HV, K]`` the output is normalised. Both states change in place.
+
+    ``check_gates`` looks at the values of the slots (CPU tensors only); linear attention has no gates.
+    """
+    tensors, options = FirstOrderTensors(q, k, v), (scale, state_indices, backend, check_gates)
+    if z_state is None:
+        return LINEAR_ATTN.step(tensors, state, *options)
+    if not isinstance(z_state, Tensor) or z_state.shape != state.shape[:3] or z_state.dtype != state.dtype:
+        given = [z_state.dtype, list(z_state.shape)] if isinstance(z_state, Tensor) else type(z_state).__name__
+        raise ValueError(f"z_state must be {state.dtype} {list(state.shape[:3])}, as the state without V, got {given}")
+    o = LINEAR_ATTN.step(tensors, state, *options)
+    ones = z_state.new_ones(*v.shape[:2], 1)
+    normaliser = LINEAR_ATTN.step(tensors._replace(v=ones), z_state.unsqueeze(-1), *options)
+    return (o / (normaliser + EPSILON)).to(v.dtype)
+
+
+def _linear_attention(
+    rule: Callable[[FirstOrderTensors, SharedArguments], FirstOrderOutput],
+    tensors: FirstOrderTensors,
+    shared: SharedArguments,
+) -> LinearAttentionOutput:
+    """z is the state of one more value, constantly one: carried as one more column, it needs no code of its own."""
+    v, state = tensors.v, shared.initial_state
+    if not shared.normalize:
+        if isinstance(state, tuple):
+            raise ValueError("initial_state must be a tensor with normalize=False, got a tuple (S with its normaliser)")
+        return LinearAttentionOutput(*rule(tensors, shared))
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    values = torch.cat([v.to(dtype), v.new_ones(*v.shape[:-1], 1, dtype=dtype)], -1)
+    if state is not None:
+        S, z = state if isinstance(state, tuple) else (state, state.new_zeros(state.shape[0], 1, *state.shape[1:3]))
+        z = expand_heads(z, v.shape[2])[:, 0].unsqueeze(-1)
+        state = torch.cat([S, z.to(S.dtype)], -1)
+    o, final = rule(tensors._replace(v=values), shared._replace(initial_state=state))
+    o = o[..., :-1] / (o[..., -1:] + EPSILON)
+    return LinearAttentionOutput(
+        o.to(v.dtype), None if final is None else (final[..., :-1], final[..., -1].unsqueeze(1))
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- simple GLA
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    *,
+    chunk_size: int = 64,
+    backend: str = "auto",
+    **hints: Any,
+) -> FirstOrderOutput:
+    """S_t = exp(g_t) S_{t-1} + k_t v_t^T: FLA's "simple GLA" and Mamba2's state update (q = C, k = B, v = dt x,
+    g = dt A).
+
+    g is ``[B, T, HV]``, or ``g_gamma`` ``[HV]`` for a constant decay (RetNet), or neither for none.
+    """
+    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, state_v_first=state_v_first)
+    tensors = FirstOrderTensors(q, k, v, log_alpha=_one_decay(g, g_gamma, v))
+    return SIMPLE_GLA.chunk(tensors, shared, chunk_size, backend, hints)
+
+
+def recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+) -> FirstOrderOutput:
+    """The definition of ``chunk_simple_gla``, token by token."""
+    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, state_v_first=state_v_first)
+    return SIMPLE_GLA.recurrent(FirstOrderTensors(q, k, v, log_alpha=_one_decay(g, g_gamma, v)), shared)
+
+
+def simple_gla_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    state_indices: Tensor | None = None,
+    backend: str = "auto",
+    check_gates: bool = True,
+) -> Tensor:
+    """One token."""
+    tensors = FirstOrderTensors(q, k, v, log_alpha=g)
+    return SIMPLE_GLA.step(tensors, state, scale, state_indices, backend, check_gates)
+
+
+def _one_decay(g: Tensor | None, g_gamma: Tensor | None, v: Tensor) -> Tensor | None:
+    if g is not None and g_gamma is not None:
+        raise ValueError("g and g_gamma must not be given together: one decays by token, the other by a constant")
+    if g_gamma is None:
+        return g
+    if g_gamma.shape != (v.shape[2],):
+        raise ValueError(f"g_gamma must have shape [{v.shape[2]}], got {list(g_gamma.shape)}")
+    return g_gamma.to(torch.promote_types(g_gamma.dtype, torch.float32)).expand(v.shape[:3])
+
+
+# ---------------------------------------------------------------------------------------------------------- delta rule
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    *,
+    chunk_size: int = 64,
+    backend: str = "auto",
+    **hints: Any,
+) -> FirstOrderOutput:
+    """S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T."""
+    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel)
+    return DELTA_RULE.chunk(FirstOrderTensors(q, k, v, beta=beta), shared, chunk_size, backend, hints)
+
+
+def recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+) -> FirstOrderOutput:
+    """The definition of ``chunk_delta_rule``, token by token."""
+    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel)
+    return DELTA_RULE.recurrent(FirstOrderTensors(q, k, v, beta=beta), shared)
+
+
+def delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_indices: Tensor | None = None,
+    backend: str = "auto",
+    check_gates: bool = True,
+) -> Tensor:
+    """One token."""
+    tensors = FirstOrderTensors(q, k, v, beta=beta)
+    return DELTA_RULE.step(tensors, state, scale, state_indices, backend, check_gates, use_qk_l2norm_in_kernel)
+
+
+# ---------------------------------------------------------------------------------------------------- gated delta rule
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+    **hints: Any,
+) -> FirstOrderOutput:
+    """S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T; None means no decay, and beta = 1.
+
+    With ``use_gate_in_kernel`` g is raw and the decay -exp(A_log) softplus(g + dt_bias). With
+    ``use_beta_sigmoid_in_kernel`` beta is raw and goes through a sigmoid, doubled by ``allow_neg_eigval``.
+    """
+    if use_gate_in_kernel and g is not None:
+        g = log_decay_from(g, A_log, dt_bias)
+    beta = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    shared = SharedArguments(
+        scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first
+    )
+    tensors = FirstOrderTensors(q, k, v, log_alpha=g, beta=beta)
+    return GATED_DELTA_RULE.chunk(tensors, shared, chunk_size, backend, hints)
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+) -> FirstOrderOutput:
+    """The definition of ``chunk_gated_delta_rule``, token by token."""
+    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel)
+    return GATED_DELTA_RULE.recurrent(FirstOrderTensors(q, k, v, log_alpha=g, beta=beta), shared)
+
+
+def gated_delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_indices: Tensor | None = None,
+    backend: str = "auto",
+    check_gates: bool = True,
+) -> Tensor:
+    """One token."""
+    tensors = FirstOrderTensors(q, k, v, log_alpha=g, beta=beta)
+    return GATED_DELTA_RULE.step(tensors, state, scale, state_indices, backend, check_gates, use_qk_l2norm_in_kernel)
+
+
+# --------------------------------------------------------------------------------------------------------------- Comba
+
+
+def chunk_comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    *,
+    chunk_size: int = 64,
+    backend: str = "auto",
+    **hints: Any,
+) -> FirstOrderOutput:
+    """S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T; None means p = k, no decay, and beta = 1.
+
+    p is ``[B, T, H, K]``. The error is taken before the decay, as in FLA's kernels (FLA's naive_recurrent_comba takes
+    it after the decay). The layer corrects the query, q - d k, before the rule.
+    """
+    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel)
+    return COMBA.chunk(FirstOrderTensors(q, k, v, p, g, beta), shared, chunk_size, backend, hints)
+
+
+def recurrent_comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+) -> FirstOrderOutput:
+    """The definition of ``chunk_comba``, token by token."""
+    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel)
+    return COMBA.recurrent(FirstOrderTensors(q, k, v, p, g, beta), shared)
+
+
+def comba_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_indices: Tensor | None = None,
+    backend: str = "auto",
+    check_gates: bool = True,
+) -> Tensor:
+    """One token."""
+    tensors = FirstOrderTensors(q, k, v, p, g, beta)
+    return COMBA.step(tensors, state, scale, state_indices, backend, check_gates, use_qk_l2norm_in_kernel)
