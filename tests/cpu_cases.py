@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.momentum_delta_rule.options import RuleOptions
+from mdn.ops.momentum.interface import RuleOptions, RuleTensors
 
 OUTPUT_ERROR, GRADIENT_ERROR = 2e-6, 1e-5
 
@@ -29,8 +29,8 @@ class Inputs:
     eta: Tensor
     initial_state: Tensor | None
 
-    def as_tuple(self) -> tuple:
-        return tuple(getattr(self, field.name) for field in fields(self))
+    def as_tuple(self) -> RuleTensors:
+        return RuleTensors(*(getattr(self, field.name) for field in fields(self)))
 
     def converted(self, dtype: torch.dtype) -> Inputs:
         return Inputs(*(None if x is None else x.to(dtype) for x in self.as_tuple()))

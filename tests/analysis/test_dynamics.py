@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from mdn.analysis.eigenvalues import (
+from mdn.analysis.products import running_growth, window_growth
+from mdn.analysis.recording import record_layer, record_model
+from mdn.analysis.spectrum import (
     GateSample,
     inside_layer_bounds,
     pair_eigenvalues,
@@ -16,8 +18,6 @@ from mdn.analysis.eigenvalues import (
     spectral_radius,
     transition_matrix,
 )
-from mdn.analysis.products import running_growth, window_growth
-from mdn.analysis.recording import record_layer, record_model
 from mdn.analysis.stability import analyse, guarantee, guarantee_end, initial_record
 from mdn.analysis.state_norm import change_norms, summarise
 from mdn.cli import main
@@ -211,22 +211,12 @@ def test_analyze_stability_takes_gate_ranges(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["spectra", "--points", "0"], "--points: must be at least 1"),
+        (["spectra", "--points", "0"], "--points must be at least 1"),
         (["spectra", "--model", "x"], "--model and --text belong together"),
         (["stability", "--alpha", "0.5,2"], "--alpha must satisfy"),
         (["stability", "--alpha", "half"], "--alpha must be two numbers"),
         (["stability", "--variants", "nothing"], "unknown names"),
-        (["stability", "--windows", "4,x"], "--windows: must be positive"),
-        (["stability", "--windows", "99999999999"], "--windows: must be at least 1 and at most"),
-        (
-            ["stability", "--windows", "64", "--steps", "8", "--heads", "2"],
-            "--windows must have one of at most 8 steps",
-        ),
-        (["stability", "--heads", "2000000000"], "--heads x --steps must be at most"),
-        (["spectra", "--json", f"{__file__}/x.json"], "is a file, expected a folder"),
-        (["causality", "--tasks", "sums"], "--tasks must be among"),
-        (["causality", "--blocks", "0"], "--blocks: must be at least 1"),
-        (["causality", "--out", __file__], "is a file, expected a folder"),
+        (["stability", "--windows", "4,x"], "--windows must be positive"),
         (["state-norm", "nowhere", "--text", "missing.txt"], "missing.txt is not a file"),
     ],
 )

@@ -74,7 +74,7 @@ def test_generate_streams_the_text_while_it_is_made(model_directory, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "runs/nothing-here", "--prompt", "a"], "neither a model directory nor a Hub id"),
+        (["generate", "runs/nothing-here", "--prompt", "a"], "neither a model directory, a run folder nor a Hub id"),
         (["generate", "MODEL", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "MODEL", "--prompt", "a", "--top-p", "2"], "--top-p"),
         (["generate", "MODEL", "--prompt", "", "--no-start-token"], "--prompt is empty"),

@@ -32,7 +32,7 @@ def test_triton_by_name_raises_with_the_reason_on_a_cpu_tensor(form, monkeypatch
 
 
 def test_triton_by_name_raises_when_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("mdn.ops.triton.availability.triton_version", lambda: None)
     assert "Triton is not installed (pip install 'momentum-deltanet[triton]')" in forced("triton")
 
 
@@ -48,19 +48,19 @@ def test_the_native_kernel_by_name_refuses_what_it_cannot_compute() -> None:
 def test_a_missing_native_kernel_makes_auto_choose_torch_and_a_request_by_name_fail(monkeypatch) -> None:
     monkeypatch.setattr(cpu, "why_unavailable", lambda: "no compiler when it was installed")
     x = torch.ones(1)
-    assert explain_backend(x) == "auto -> torch: the native kernel is not there: no compiler when it was installed"
+    assert explain_backend(x) == "auto -> torch: cpu cannot be used: no compiler when it was installed"
     assert forced("cpu") == "backend='cpu' cannot be used here: no compiler when it was installed"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_explain_says_in_one_line_what_auto_really_runs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mdn.ops.momentum_delta_rule import dispatch
+    from mdn.ops.momentum import custom_op
 
     inputs = make_inputs(T=4, dtype=dtype)
     line = explain_backend(inputs["q"])
     assert "\n" not in line
     asked: list[str] = []
-    monkeypatch.setattr(dispatch, "backend_module", lambda name: asked.append(name) or backends.backend_module(name))
+    monkeypatch.setattr(custom_op, "backend_module", lambda name: asked.append(name) or backends.backend_module(name))
     chunk_momentum_delta_rule(**inputs)
     assert line.startswith(f"auto -> {asked[0]}: ")
 
@@ -72,6 +72,28 @@ def test_explain_does_not_deny_a_backend_that_works(backend: str) -> None:
     if backends.why_not(backend, x) is None:
         assert explain_backend(x, backend) == f"{backend}: usable"
         assert "only" not in explain_backend(x)
+
+
+def test_explain_answers_for_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "why_unavailable", lambda: None)
+    x = torch.ones(1)
+    assert explain_backend(x, rule="gated_delta_rule").startswith("auto -> cpu: ")
+    assert explain_backend(x.bfloat16(), rule="gated_delta_rule").startswith("auto -> torch: ")
+    assert explain_backend(x, rule="kda").startswith("auto -> torch: ")
+    assert explain_backend(x, "cpu", "kda") == "cpu: not usable, the native kernel has no decay per key dimension"
+    assert "not the first-order rules" in explain_backend(x, "triton", "comba")
+    with pytest.raises(ValueError, match=r"rule must be one of momentum, linear_attn, .*, got 'mamba'"):
+        explain_backend(x, rule="mamba")
+
+
+def test_the_environment_replaces_auto_and_an_argument_wins_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("MDN_BACKEND", "triton")
+    assert explain_backend(torch.ones(1)).startswith("MDN_BACKEND='triton': not usable, the tensors are on cpu")
+    assert forced("auto").startswith("MDN_BACKEND='triton' cannot be used here: the tensors are on cpu")
+    chunk_momentum_delta_rule(**make_inputs(T=4), backend="torch")
+    monkeypatch.setenv("MDN_BACKEND", "cuda")
+    assert forced("auto") == "MDN_BACKEND must be one of auto, torch, cpu, triton, fla, got 'cuda'"
 
 
 def test_explain_gives_the_reason_against_a_backend() -> None:

@@ -13,7 +13,7 @@ from mdn.ops import (
     momentum_delta_step,
     recurrent_momentum_delta_rule,
 )
-from mdn.ops.momentum_delta_rule.workspace import workspace_for
+from mdn.ops.momentum.workspace import workspace_for
 from momentum_cases import Inputs, leaves, make_inputs, relative_error, run_with_gradients, torch_chunk
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdn.ops.momentum_delta_rule.schedule import choose_chunk_size, make_schedule
+from mdn.ops.momentum.schedule import choose_chunk_size, make_schedule
 
 CPU = torch.device("cpu")
 

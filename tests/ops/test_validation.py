@@ -106,7 +106,9 @@ def test_things_that_are_not_tensors(name: str) -> None:
 
 def test_a_state_that_is_no_tensor_or_no_float() -> None:
     state = make_inputs(T=4)["initial_state"]
-    assert bad({"initial_state": tuple(state)}) == "initial_state must be a torch.Tensor (S and M stacked), got tuple"
+    assert "initial_state must be a tensor [2, slots, HV, K, V] or the pair (S, M), got str" in bad(
+        {"initial_state": "state"}
+    )
     expected = "initial_state must be float32 (float64 for float64 inputs), got torch.int64"
     assert bad({"initial_state": state.long()}) == expected
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.momentum_delta_rule.options import RuleOptions
+from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 
 BARS = {"launches": {"forward": 5, "backward": 6}, "bytes_K128": {"forward": 3000, "backward": 8000}}
 SHARED_LIMIT_SM90 = 232_448
@@ -41,32 +41,35 @@ class Variant:
     packed: bool = False
     """a pack of two sequences, with initial states and their gradients; decoding into slots"""
 
-    def inputs(self) -> list[Tensor | None]:
-        """(q, k, v, p, log_alpha, log_mu, beta, eta), all zero."""
+    def inputs(self, initial_state: Tensor | None = None) -> RuleTensors:
+        """All zero."""
 
         def rows(heads: int, width: int) -> Tensor:
             return torch.zeros(1, self.time, heads, width, dtype=self.dtype)
 
         p = rows(self.heads, self.key_dim) if self.given_p else None
-        gates = [torch.zeros(1, self.time, self.value_heads) for _ in range(4)]
-        return [*(rows(self.heads, self.key_dim) for _ in "qk"), rows(self.value_heads, self.value_dim), p, *gates]
+        q, k = (rows(self.heads, self.key_dim) for _ in "qk")
+        gates = {name: torch.zeros(1, self.time, self.value_heads) for name in ("log_alpha", "log_mu", "beta", "eta")}
+        v = rows(self.value_heads, self.value_dim)
+        return RuleTensors(q, k, v, p, **gates, initial_state=initial_state)
 
     def run(self, which: str) -> None:
         """Call forward, backward or the decoding step as the dispatcher would."""
         from mdn.ops.triton import backward, forward, step_
 
-        inputs, options = self.inputs(), RuleOptions(scale=self.key_dim**-0.5, chunk_size=self.chunk_size)
+        options = RuleOptions(scale=self.key_dim**-0.5, chunk_size=self.chunk_size)
         boundaries = SequenceBoundaries.from_lengths([1, self.time - 1]) if self.packed else None
         state = torch.zeros(2, 2 if self.packed else 1, self.value_heads, self.key_dim, self.value_dim)
         given_state = state if self.packed else None
+        inputs = self.inputs(given_state)
         if which == "forward":
-            forward(*inputs, given_state, boundaries, options, True)
+            forward(inputs, boundaries, options, True)
         elif which == "backward":
             values = torch.zeros(1, self.time, self.value_heads, self.value_dim, dtype=self.dtype)
-            backward(values, given_state, *inputs, given_state, values.clone(), boundaries, options)
+            backward(values, given_state, inputs, values.clone(), boundaries, options)
         else:
-            token = [None if x is None else x[:, 0] for x in inputs]
-            step_(*token, state[0], state[1], torch.tensor([1]) if self.packed else None, options)
+            token = RuleTensors(*(None if x is None else x[:, 0] for x in self.inputs()))  # type: ignore[arg-type]
+            step_(token, StepState(state[0], state[1], torch.tensor([1]) if self.packed else None), options)
 
 
 VARIANTS = (

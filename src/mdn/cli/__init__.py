@@ -1,7 +1,7 @@
 """The `mdn` command. Each subcommand is one module, imported only when it runs.
 
 A command module offers HELP (one line), EXAMPLE (a command line), add_arguments(parser) and run(args) -> int | None.
-Bad input is one clear line on stderr and exit code 2; set MDN_DEBUG=1 to see the traceback.
+Bad input is one clear line on stderr and exit code 2. MDN_DEBUG=1 shows the traceback of every error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import argparse
 import importlib
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from mdn import __version__
+from mdn.common.errors import is_out_of_memory, one_line
 
 COMMANDS: dict[str, str | dict[str, str]] = {
     "demo": "mdn.cli.demo",
@@ -53,31 +56,34 @@ SUMMARIES = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad argument like every other bad input: one line, without the usage."""
+class Parser(argparse.ArgumentParser):
+    """argparse, with its errors as one line like all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (see {self.prog} --help)")
+        if message.startswith("argument -"):  # "argument --steps: must be ..." reads better as "--steps must be ..."
+            raise ValueError(message.removeprefix("argument ").replace(": ", " ", 1))
+        raise ValueError(f"{message}; see `{self.prog} --help`")
 
 
 def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
-    """The parser, with details only for the command that was asked for: others are not imported."""
-    parser = _Parser(prog="mdn", description="Momentum DeltaNet")
+    """The parser, with details only for the requested command: the modules of others are not imported."""
+    parser = Parser(prog="mdn", description="Momentum DeltaNet")
+    parser.add_argument("--version", action="version", version=f"mdn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     words = [word for word in arguments if not word.startswith("-")]
     for name, target in COMMANDS.items():
-        wanted = bool(words) and words[0] == name
+        requested = bool(words) and words[0] == name
         if isinstance(target, str):
-            _add_command(commands, name, target, SUMMARIES[name], wanted)
+            _add_command(commands, name, target, SUMMARIES[name], requested)
             continue
         group = commands.add_parser(name, help=SUMMARIES[name], description=SUMMARIES[name])
         subcommands = group.add_subparsers(dest="subcommand", metavar="WHAT", required=True)
         for sub, module in target.items():
-            _add_command(subcommands, sub, module, None, wanted and (len(words) < 2 or words[1] == sub))
+            _add_command(subcommands, sub, module, None, requested and (len(words) < 2 or words[1] == sub))
     return parser
 
 
-def _add_command(commands, name: str, module_name: str, summary: str | None, load: bool) -> None:
+def _add_command(commands: Any, name: str, module_name: str, summary: str | None, load: bool) -> None:
     if not load:
         commands.add_parser(name, help=summary)
         return
@@ -94,16 +100,28 @@ def _add_command(commands, name: str, module_name: str, summary: str | None, loa
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 0, 1 (the work failed), 2 (bad input), 130 (Ctrl-C)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         args = build_parser(arguments).parse_args(arguments)
         return args.run(args) or 0
-    except (ValueError, OSError, ImportError) as error:
-        if os.environ.get("MDN_DEBUG"):
-            raise
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"mdn: error: {message}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("mdn: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if os.environ.get("MDN_DEBUG"):
+            raise
+        message, code = _explain(error)
+        print(f"mdn: error: {message}", file=sys.stderr)
+        return code
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """One line for the user, and the exit code: 2 for what the user can change, 1 for what we did not foresee."""
+    if is_out_of_memory(error):
+        return f"not enough memory for these sizes: {one_line(error, 160)}", 2
+    if isinstance(error, BrokenPipeError):
+        return "the output was closed before everything was written", 1
+    if isinstance(error, ValueError | OSError | ImportError):
+        return one_line(error, 2000), 2
+    return f"{type(error).__name__}: {one_line(error)} (set MDN_DEBUG=1 to see where)", 1

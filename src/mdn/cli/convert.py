@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
+
+from mdn.cli.options import add_output_arguments, output_directory
+from mdn.common.results import write_results
 
 HELP = "convert a checkpoint of FLA or transformers: GDN, Comba, KDA, Mamba2, GLA, DeltaNet, RWKV-7, LLaMA and others"
 EXAMPLE = "mdn convert downloads/gated-deltanet-340M models/gdn"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, help="a directory with config.json and *.safetensors")
-    parser.add_argument("target", type=Path, help="a new directory for the converted model")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the matched names to this file")
+    parser.add_argument("source", type=Path, help="a directory with config.json and *.safetensors, or a run folder")
+    parser.add_argument("target", type=output_directory, help="a new directory for the converted model")
+    add_output_arguments(parser, plot=False)
 
 
 def run(args: argparse.Namespace) -> None:
+    from mdn.common.files import share
+    from mdn.common.loading import resolve_model
     from mdn.models.conversion import read_checkpoint, write_model
 
-    conversion = read_checkpoint(args.source, progress=True)
-    write_model(conversion, args.source, args.target)
+    source = Path(resolve_model(args.source)) if args.source.is_dir() else args.source
+    conversion = read_checkpoint(source, progress=True)
+    write_model(conversion, source, args.target)
+    share(args.target)
     patterns = conversion.patterns()
     width = max(len(theirs) for theirs, _, _ in patterns)
     for theirs, ours, count in patterns:
@@ -30,6 +36,5 @@ def run(args: argparse.Namespace) -> None:
         f"{conversion.model_type} -> {conversion.config.mixer}: all {len(conversion.matched)} tensors matched, "
         f"{parameters:,} parameters, written to {args.target}"
     )
-    if args.json is not None:
-        facts = {"model_type": conversion.model_type, "mixer": conversion.config.mixer, "parameters": parameters}
-        args.json.write_text(json.dumps(facts | {"matched": conversion.matched}, indent=2) + "\n")
+    facts = {"model_type": conversion.model_type, "mixer": conversion.config.mixer, "parameters": parameters}
+    write_results(args.json, "convert", facts | {"matched": conversion.matched})

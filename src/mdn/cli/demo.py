@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from mdn.cli import train
+from mdn.cli.options import add_output_arguments
 
 HELP = "train a small model on the Python standard library (a few minutes on two cores), measure it and let it write"
 EXAMPLE = "mdn demo"
@@ -13,7 +13,7 @@ EXAMPLE = "mdn demo"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the demo recipe")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add_output_arguments(parser, plot=False)
 
 
 def run(args: argparse.Namespace) -> int:

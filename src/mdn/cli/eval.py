@@ -8,31 +8,53 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mdn.cli.options import (
+    add_loading_arguments,
+    add_output_arguments,
+    names,
+    output_directory,
+    output_file,
+    positive_int,
+    seed,
+    whole_numbers,
+)
+from mdn.common.results import write_results
+
 HELP = "the paper's evaluations through lm-evaluation-harness, one or several models side by side"
-EXAMPLE = "mdn eval runs/demo/model --suite perplexity --data my_files --limit 100 --batch-size 8"
+EXAMPLE = "mdn eval runs/demo --suite perplexity --data my_files --limit 100 --batch-size 8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="model directories (with tokenizer) or Hub ids")
     parser.add_argument(
-        "--suite", help="one or more of perplexity, commonsense, retrieval, longbench, needle, mqar (with commas)"
+        "models", nargs="+", metavar="MODEL", help="run folders, model directories (with tokenizer) or Hub ids"
     )
-    parser.add_argument("--tasks", help="any tasks, groups or tags of lm-evaluation-harness, with commas")
+    parser.add_argument(
+        "--suite",
+        type=names,
+        default=[],
+        help="one or more of perplexity, commonsense, retrieval, longbench, needle, mqar (with commas)",
+    )
+    parser.add_argument(
+        "--tasks", type=names, default=[], help="any tasks, groups or tags of lm-evaluation-harness, with commas"
+    )
     parser.add_argument("--data", type=Path, action="append", metavar="DIR", help="local files, no Hub (repeatable)")
     parser.add_argument("--skip-missing", action="store_true", help="leave out tasks whose data is not at hand")
-    parser.add_argument("--limit", type=int, help="only the first N examples of every task")
-    parser.add_argument("--batch-size", type=int, default=8, help="changes no score (8)")
-    parser.add_argument("--max-length", type=int, help="tokens of input and output (default: the suite's)")
-    parser.add_argument("--lengths", help="haystack lengths for needle, with commas (1024,...,16384)")
+    parser.add_argument("--limit", type=positive_int, help="only the first N examples of every task")
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="changes no score (8)")
+    parser.add_argument("--max-length", type=positive_int, help="tokens of input and output (default: the suite's)")
+    parser.add_argument(
+        "--lengths", type=whole_numbers, help="haystack lengths for needle, with commas (1024,...,16384)"
+    )
     parser.add_argument("--haystack", help="for needle: a text file, or stdlib; default: RULER's essays from the Hub")
     parser.add_argument("--recipe", default="quick", help="for mqar: the recipe whose test segments are used (quick)")
-    parser.add_argument("--seed", type=int, default=0, help="of the harness (0)")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ...; auto takes a GPU if there is one")
-    parser.add_argument("--out", type=Path, default=Path("runs/eval"), help="result files; what is there is kept")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the table and all results to this file")
-    parser.add_argument("--markdown", metavar="FILE", type=Path, help="write the table as Markdown")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="for needle: the heat-map (OUT/needle.png)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the harness (0)")
+    add_loading_arguments(parser)
+    parser.add_argument(
+        "--out", type=output_directory, default=Path("runs/eval"), help="result files; what is there is kept"
+    )
+    add_output_arguments(parser, plot=False)
+    parser.add_argument("--markdown", metavar="FILE", type=output_file, help="write the table as Markdown")
+    parser.add_argument("--plot", metavar="FILE", type=output_file, help="for needle: the heat-map (OUT/needle.png)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -42,35 +64,30 @@ def run(args: argparse.Namespace) -> None:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     from mdn.evaluation.suites import SUITE_NAMES, SUITES, Work, needle_suite
 
-    names = args.suite.split(",") if args.suite else []
-    unknown = [name for name in names if name not in SUITE_NAMES]
+    unknown = [name for name in args.suite if name not in SUITE_NAMES]
     if unknown:
         raise ValueError(f"--suite {','.join(unknown)} is unknown; expected some of {', '.join(SUITE_NAMES)}")
-    lengths = {} if args.lengths is None else {"lengths": tuple(map(int, args.lengths.split(",")))}
-    suites = [needle_suite(**lengths) if name == "needle" else SUITES[name] for name in names if name != "mqar"]
+    needles = {} if args.lengths is None else {"lengths": args.lengths}
+    suites = [needle_suite(**needles) if name == "needle" else SUITES[name] for name in args.suite if name != "mqar"]
     tasks = [Work(task, args.max_length) for task in _tasks(args.tasks)]
     results, skipped = _harness_results(args, suites, tasks)
-    if "mqar" in names:
+    if "mqar" in args.suite:
         suites.append(_mqar(args, results))
     _report(args, suites, tasks, results, skipped)
 
 
-def _tasks(names: str | None) -> list[str]:
+def _tasks(requested: list[str]) -> list[str]:
     """Each once, in the given order; groups and tags of the harness mean their tasks."""
-    if not names:
+    if not requested:
         return []
     from mdn.evaluation.definitions import tasks_named
 
-    return list(dict.fromkeys(task for name in names.split(",") for task in tasks_named(name.strip())))
+    return list(dict.fromkeys(task for name in requested for task in tasks_named(name)))
 
 
 def _check(args: argparse.Namespace) -> None:
     if not args.suite and not args.tasks:
         raise ValueError("give --suite or --tasks")
-    for name in ("limit", "batch_size", "max_length"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     for folder in args.data or ():
         if not folder.is_dir():
             raise ValueError(f"--data {folder} is not a directory")
@@ -126,7 +143,7 @@ def _haystack(choice: str | None) -> str | None:
     if choice is None:
         return None
     if choice == "stdlib":
-        from mdn.evaluation.needle import documentation_text
+        from mdn.evaluation.needle.text import documentation_text
 
         return documentation_text()
     if not Path(choice).is_file():
@@ -135,18 +152,17 @@ def _haystack(choice: str | None) -> str | None:
 
 
 def _mqar(args: argparse.Namespace, results: dict[str, Any]) -> Any:
-    from mdn.common.loading import load_model
-    from mdn.experiments.mqar import load_mqar_recipe
-    from mdn.experiments.mqar_results import mqar_results, mqar_suite
+    from mdn.evaluation.mqar.recipe import load_mqar_recipe
+    from mdn.evaluation.mqar.suite import load_mqar_model, mqar_results, mqar_suite
 
     recipe = load_mqar_recipe(args.recipe)
     for label, source in zip(results, args.models):
-        results[label] |= mqar_results(load_model(source), recipe)
+        results[label] |= mqar_results(load_mqar_model(source), recipe)
     return mqar_suite(recipe)
 
 
 def _report(args: argparse.Namespace, suites: list, tasks: list, results: dict[str, Any], skipped: list[str]) -> None:
-    from mdn.common.results import provenance, write_results
+    from mdn.common.results import provenance
     from mdn.evaluation.tables import as_json, as_markdown, as_text, columns_of_tasks, make_table
 
     shown = [*suites, *([columns_of_tasks(tasks, results)] if tasks else [])]
@@ -158,10 +174,9 @@ def _report(args: argparse.Namespace, suites: list, tasks: list, results: dict[s
     if args.json:
         found = {label: {work.name: result for work, result in rows.items()} for label, rows in results.items()}
         content = {"table": as_json(table), "results": found, "provenance": provenance(args.seed)}
-        write_results(args.json, "evaluation", content)
+        write_results(args.json, "eval", content)
     needle = next((suite for suite in suites if suite.name == "needle"), None)
     if needle is not None:
-        from mdn.common.plots import save_figure
-        from mdn.evaluation.needle import draw_suite
+        from mdn.evaluation.needle.plot import draw_suite
 
-        print(f"heat-map: {save_figure(draw_suite(needle, results), args.plot or args.out / 'needle.png')[0]}")
+        print(f"heat-map: {draw_suite(needle, results, args.plot or args.out / 'needle.png')[0]}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
+
+from mdn.cli.options import add_output_arguments, positive_int
+from mdn.common.results import write_results
 
 HELP = "parameters by part, state bytes per sequence and FLOPs per token of a model or config"
 EXAMPLE = "mdn info mdn_400M --context 4096"
@@ -13,12 +15,14 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="?", help="a shipped config (mdn_400M), a JSON file, a model directory, a Hub id"
+        "model", nargs="?", help="a shipped config (mdn_400M), a JSON file, a model directory, a run folder, a Hub id"
     )
     parser.add_argument("--all", action="store_true", help="a page with all shipped configs (docs/models.md)")
-    parser.add_argument("--context", type=int, default=4096, help="tokens seen so far, for attention layers (4096)")
+    parser.add_argument(
+        "--context", type=positive_int, default=4096, help="tokens seen so far, for attention layers (4096)"
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16", help="dtype of weights (bfloat16)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
+    add_output_arguments(parser, plot=False)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -27,8 +31,6 @@ def run(args: argparse.Namespace) -> None:
     if args.all:
         _all(args.json)
         return
-    if args.context < 1:
-        raise ValueError(f"--context must be at least 1, got {args.context}")
     from mdn.models.info import load_config, model_facts
 
     config = load_config(args.model)
@@ -48,8 +50,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"\nFLOPs per token at a context of {args.context:,}")
     print(f"  {'forward':<16}{facts.forward_flops_per_token:>16,}")
     print(f"  {'training':<16}{facts.training_flops_per_token:>16,}")
-    if args.json is not None:
-        args.json.write_text(json.dumps({"model": args.model, "dtype": args.dtype, **facts.as_dict()}, indent=2) + "\n")
+    write_results(args.json, "info", {"model": args.model, "dtype": args.dtype, **facts.as_dict()})
 
 
 def _all(file: Path | None) -> None:
@@ -57,5 +58,4 @@ def _all(file: Path | None) -> None:
 
     facts = all_facts(progress=True)
     print(page(facts), end="")
-    if file is not None:
-        file.write_text(json.dumps({name: of_one.as_dict() for name, of_one in facts.items()}, indent=2) + "\n")
+    write_results(file, "info", {name: of_one.as_dict() for name, of_one in facts.items()})

@@ -6,13 +6,15 @@ import argparse
 import time
 from pathlib import Path
 
+from mdn.cli.options import output_file
+
 HELP = "one self-contained page (no network) with everything found in run folders, and a spectral explorer"
 EXAMPLE = "mdn report runs/demo runs/ablate --out page.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders or result files")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the HTML file to write")
+    parser.add_argument("--out", type=output_file, required=True, metavar="FILE", help="the HTML file to write")
     parser.add_argument("--title", default="Momentum DeltaNet: runs", help="heading of the page")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -10,3 +11,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)' when something known is close to `name`, else ''."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def one_line(error: BaseException, limit: int = 400) -> str:
+    """What an exception says, on one line; its type if it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+        text = f"the disk is full: {text}"
+    return text if len(text) <= limit else text[: limit - 4] + " ..."
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's MemoryError, or what torch and NumPy say instead of it."""
+    words = ("can't allocate memory", "not enough memory", "out of memory", "Unable to allocate")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )

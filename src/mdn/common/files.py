@@ -1,13 +1,23 @@
-"""Files that are whole or not there: atomic writes, and one writer at a time."""
+"""Files that are whole or not there: atomic writes, one writer at a time, and JSON that is read with care."""
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+try:
+    import msvcrt
+except ImportError:  # everywhere else
+    msvcrt = None  # type: ignore[assignment]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -26,29 +36,78 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames inside `path` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Make renames inside `path` survive a power cut, where the system can open a directory (Windows cannot)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        if os.name == "nt":
+            return
+        raise
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-_kept: dict[Path, IO[str]] = {}
+def share(directory: Path) -> None:
+    """Give every file below `directory` the mode of a newly made file: safetensors writes its own as 0600."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in (directory, *directory.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a ValueError names the file and says what is wrong with it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is not usable: its JSON is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+# ---- locks: flock where there is one, msvcrt on Windows; both end with their process, however that ends
+
+
+def _lock(file: IO[str], wait: bool) -> None:
+    """Raises BlockingIOError or PermissionError if another process has the lock and `wait` is False."""
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    elif msvcrt is not None:
+        file.seek(0)
+        while True:
+            try:
+                msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+                return
+            except OSError:  # LK_LOCK gives up after ten seconds
+                if not wait:
+                    raise BlockingIOError from None
+
+
+_locks_of_this_process: dict[Path, IO[str]] = {}
 
 
 def lock_for_life(path: Path) -> bool:
     """Take a lock that this process keeps until it ends, however it ends; False if another process has it."""
     path = path.resolve()
-    if path in _kept:
+    if path in _locks_of_this_process:
         return True
     file = path.open("a")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file, wait=False)
     except BlockingIOError:
         file.close()
         return False
-    _kept[path] = file
+    _locks_of_this_process[path] = file
     return True
 
 
@@ -56,9 +115,6 @@ def lock_for_life(path: Path) -> bool:
 def exclusive_lock(path: Path) -> Iterator[None]:
     """Only one process at a time is inside; the lock goes away with its process, however that ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
+    with path.open("a") as file:  # closing the file releases the lock
+        _lock(file, wait=True)
+        yield

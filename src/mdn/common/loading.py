@@ -1,48 +1,164 @@
-"""Load a model and its tokenizer from what a user names: a model directory, a run folder or a Hub id."""
+"""Load a model and its tokenizer from what a user names: a model directory, a run folder or a Hub id.
+
+    model, tokenizer = load("runs/demo")        # a run folder means the model that the run has left in it
+
+Whatever is wrong with the files is a ValueError that names them. Nothing is loaded half: a tensor that is missing, has
+another shape or holds NaN is an error, not a random initial value.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mdn.common.errors import one_line
+from mdn.common.files import read_json
 
-def check_model_source(source: str) -> None:
-    """Refuses what can be neither a model directory nor a Hub id, without asking the network."""
-    path = Path(source)
+
+def resolve_model(source: str | Path) -> str:
+    """The directory (or Hub id) to load: a run folder means its `model/`; refuses what can be neither.
+
+    The network is not asked. An unfinished run is refused with what to do about it.
+    """
+    path = Path(source).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{source} is not a model directory: it has no config.json")
-        return
+        for candidate in (path, path / "model"):
+            if (candidate / "config.json").is_file():
+                return str(candidate)
+        raise ValueError(_why_no_model(path))
     owner = path.parts[0] if path.parts else ""
     # "runs" is where `mdn train` writes; nobody means a Hub account by it.
-    looks_local = len(path.parts) != 2 or source.startswith((".", "/", "~")) or owner == "runs" or Path(owner).exists()
-    if path.exists() or looks_local:
-        raise ValueError(f"{source!r} is neither a model directory nor a Hub id (owner/name)")
+    looks_local = len(path.parts) != 2 or str(source).startswith((".", "/", "~")) or owner == "runs"
+    if path.exists() or looks_local or Path(owner).exists():
+        raise ValueError(f"{str(source)!r} is neither a model directory, a run folder nor a Hub id (owner/name)")
+    return str(source)
 
 
-def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Any:
-    """The model in evaluation mode."""
+def _why_no_model(path: Path) -> str:
+    """What a directory without a model is, and what its owner can do."""
+    if not (path / "recipe.yaml").is_file():
+        return f"{path} is neither a model directory (it has no config.json) nor the folder of a training run"
+    steps = [int(found[1]) for p in path.glob("checkpoint-*") if (found := re.fullmatch(r"checkpoint-(\d+)", p.name))]
+    finish = f"`mdn train {path}` finishes it"
+    if not steps:
+        return f"{path} is an unfinished training run without a checkpoint; {finish}"
+    newest = path / f"checkpoint-{max(steps)}"
+    return f"{path} is an unfinished training run, stopped after step {max(steps)}; {finish}, or use {newest} as it is"
+
+
+def choose_device(name: str) -> str:
+    """`auto` or the name of a device on which tensors can be computed here; else a ValueError."""
     import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()  # meta and devices that are not there fail at the latest here
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError, ValueError) as error:
+        raise ValueError(f"device {name!r} cannot be used here: {one_line(error, 160)}") from None
+    return name
+
+
+def load(source: str | Path, dtype: str = "auto", device: str = "auto") -> tuple[Any, Any]:
+    """The model in evaluation mode and its tokenizer."""
+    device = choose_device(device)
+    return load_model(source, dtype).to(device), load_tokenizer(source)
+
+
+def load_model(source: str | Path, dtype: str = "auto") -> Any:
+    """The model in evaluation mode, on the CPU."""
     from transformers import AutoModelForCausalLM
 
     import mdn.models  # noqa: F401  (registers the architecture with the Auto classes)
 
-    check_model_source(source)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load {source!r}: {error}") from None
-    return model.to(device).eval()
+    place = resolve_model(source)
+    import_plugins(filter(None, os.environ.get("MDN_PLUGINS", "").split(os.pathsep)))
+    with _naming(source), _quiet():
+        if Path(place).is_dir():
+            read_json(Path(place) / "config.json")
+        found: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True)
+        model, report = found
+        if report["missing_keys"] or report["mismatched_keys"]:
+            names = sorted(str(key) for key in (*report["missing_keys"], *report["mismatched_keys"]))
+            raise ValueError(f"{len(names)} tensors are missing or do not fit the config, first {names[0]}")
+        if report["unexpected_keys"]:
+            names = sorted(report["unexpected_keys"])
+            print(
+                f"note: {place} holds {len(names)} tensors that the model has no use for, first {names[0]}",
+                file=sys.stderr,
+            )
+    refuse_non_finite(model, place)
+    return model.eval()
 
 
-def load(source: str, dtype: str = "auto", device: str = "auto") -> tuple[Any, Any]:
-    """The model in evaluation mode and its tokenizer."""
+def load_tokenizer(source: str | Path) -> Any:
     from transformers import AutoTokenizer
 
-    model = load_model(source, dtype, device)
+    place = resolve_model(source)
+    with _naming(f"the tokenizer of {source}"):
+        return AutoTokenizer.from_pretrained(place)
+
+
+def refuse_non_finite(model: Any, place: str | Path) -> None:
+    """A ValueError that names the first parameter with a NaN or an infinity in it."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ValueError(f"{place}: the weights {name} hold NaN or infinity; the model cannot be used")
+
+
+def import_plugins(plugins: Iterable[str]) -> None:
+    """Import a user's modules, which register mixers or corpora: each a file `.../name.py` or the name of a module."""
+    for plugin in plugins:
+        is_file = plugin.endswith(".py") or os.sep in plugin
+        name = f"mdn_plugin_{Path(plugin).stem}" if is_file else plugin
+        if name in sys.modules:
+            continue
+        try:
+            if not is_file:
+                importlib.import_module(name)
+                continue
+            spec = importlib.util.spec_from_file_location(name, Path(plugin).expanduser())
+            if spec is None or spec.loader is None:
+                raise ImportError("expected a .py file or the name of a module")
+            sys.modules[name] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except Exception as error:
+            sys.modules.pop(name, None)
+            raise ValueError(
+                f"plugin {plugin!r} cannot be imported: {type(error).__name__}: {one_line(error)}"
+            ) from error
+
+
+@contextmanager
+def _naming(source: str | Path) -> Iterator[None]:
+    """Everything that goes wrong while files of a user are read is said with their name."""
     try:
-        return model, AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load the tokenizer of {source!r}: {error}") from None
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        raise ValueError(f"cannot load {str(source)!r}: {kind}{one_line(error)}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bar for loading weights, and no report that the error above repeats."""
+    from transformers.utils import logging
+
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()

@@ -16,9 +16,16 @@ from mdn.common import progress
 Result = TypeVar("Result")
 
 
-def processes_from(asked: int | None) -> int:
+def available_cores() -> int:
+    """Cores that this process may use: its affinity where the system has one, else all of the machine."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processes_from(requested: int | None) -> int:
     """The value of a ``--processes`` option; one process per core when it is not given."""
-    processes = (os.cpu_count() or 1) if asked is None else asked
+    processes = available_cores() if requested is None else requested
     if processes < 1:
         raise ValueError(f"--processes must be at least 1, got {processes}")
     return processes
@@ -43,7 +50,7 @@ def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
         yield pool
     except BaseException:
         for worker in list((pool._processes or {}).values()):
-            worker.kill()  # training would take a milder signal as a wish to stop and save, and then wait for more work
+            worker.kill()  # a job that trains would treat SIGTERM as a request to save, and then wait for more work
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -6,7 +6,6 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from mdn.common.results import Table
 from mdn.evaluation.suites import Column, Suite, Work
 
 MISSING = "–"
@@ -14,7 +13,7 @@ Results = dict[Work, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class SuiteTable:
+class Table:
     """Three header rows (group, title, metric) and a row of numbers per model; None where there is no result."""
 
     groups: list[str]
@@ -35,7 +34,7 @@ def _shown(number: float | None) -> str:
     return f"{number:.2f}" if abs(number) < 1e5 else f"{number:.2e}"
 
 
-def make_table(suites: list[Suite], results: dict[str, Results]) -> SuiteTable:
+def make_table(suites: list[Suite], results: dict[str, Results]) -> Table:
     """``results`` by model label. An average is over the tasks that were run, and a note says so if some were not."""
     groups: list[str] = []
     titles: list[str] = []
@@ -58,7 +57,7 @@ def make_table(suites: list[Suite], results: dict[str, Results]) -> SuiteTable:
                 row.append(statistics.fmean(present) if present else None)
                 if len(present) < len(suite.columns):
                     notes.append(f"{label}: {suite.name} Avg. over {len(present)} of {len(suite.columns)} tasks")
-    return SuiteTable(groups, titles, metrics, list(results), numbers, notes)
+    return Table(groups, titles, metrics, list(results), numbers, notes)
 
 
 def number_of(column: Column, found: Results) -> float | None:
@@ -80,7 +79,7 @@ def columns_of_tasks(works: list[Work], results: dict[str, Results]) -> Suite:
     return Suite("tasks", tuple(columns))
 
 
-def as_text(table: SuiteTable) -> str:
+def as_text(table: Table) -> str:
     """Aligned columns; a group's name stands above its first column."""
     starts = [
         group if index == 0 or group != table.groups[index - 1] else "" for index, group in enumerate(table.groups)
@@ -103,7 +102,7 @@ def _aligned(row: list[str], widths: list[int]) -> list[str]:
     return [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
 
 
-def as_markdown(table: SuiteTable) -> str:
+def as_markdown(table: Table) -> str:
     heads = [
         "Model",
         *(f"{title}<br>{metric}".removesuffix("<br>") for title, metric in zip(table.titles, table.metrics)),
@@ -114,15 +113,7 @@ def as_markdown(table: SuiteTable) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def tables(content: dict[str, Any]) -> list[Table]:
-    """The table of a file that `mdn eval --json` wrote."""
-    found = content["table"]
-    header = ["model", *(f"{column['title']} {column['metric']}".strip() for column in found["columns"])]
-    rows = [[row["model"], *map(_shown, row["numbers"])] for row in found["rows"]]
-    return [Table("; ".join(found["notes"]), header, rows)]
-
-
-def as_json(table: SuiteTable) -> dict[str, Any]:
+def as_json(table: Table) -> dict[str, Any]:
     return {
         "columns": [
             {"group": group, "title": title, "metric": metric}

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from mdn.common.loading import check_model_source
+from mdn.common.loading import resolve_model
 from mdn.layers import ChannelMixing, Mixer, RMSNorm
 from mdn.models.configuration import MomentumDeltaNetConfig
 from mdn.models.modeling import GatedMLP, MomentumDeltaNetForCausalLM
@@ -46,7 +46,7 @@ def load_config(source: str) -> MomentumDeltaNetConfig:
     if source in shipped or Path(source).is_file():
         return MomentumDeltaNetConfig.from_json_file(str(shipped.get(source, source)))
     try:
-        check_model_source(source)
+        source = resolve_model(source)
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ValueError(f"no config {source!r}: {error}; shipped ones are {', '.join(shipped)}") from None

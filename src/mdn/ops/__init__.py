@@ -4,7 +4,8 @@ from mdn.ops import first_order
 from mdn.ops.backends import explain_backend
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order import *  # noqa: F403
-from mdn.ops.momentum_delta_rule import (
+from mdn.ops.momentum import (
+    MomentumOutput,
     blockwise_momentum_delta_rule,
     chunk_momentum_delta_rule,
     fused_recurrent_momentum_delta_rule,
@@ -13,6 +14,7 @@ from mdn.ops.momentum_delta_rule import (
 )
 
 __all__ = [
+    "MomentumOutput",
     "SequenceBoundaries",
     "blockwise_momentum_delta_rule",
     "chunk_momentum_delta_rule",

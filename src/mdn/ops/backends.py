@@ -1,16 +1,22 @@
-"""Which implementation runs: `auto` chooses, a name is an order.
+"""Which implementation runs: one table of rule family x backend. ``auto`` selects one; an explicit name is binding.
 
-| backend | what | where |
-|---|---|---|
-| torch | chunkwise form in torch with a hand-written backward | everywhere |
-| cpu | native C++ kernel | float32 and bfloat16 CPU tensors |
-| triton | Triton kernels | CUDA and ROCm tensors |
-| fla | flash-linear-attention's kernels, first-order rules only | CUDA tensors |
+| backend | what it is | momentum | scalar decay | vector decay | where |
+|---|---|---|---|---|---|
+| torch | chunkwise form in torch | yes | yes | yes | everywhere |
+| cpu | native C++ kernel | yes | yes | no | float32 and bfloat16 CPU tensors |
+| triton | Triton kernels | yes | no | no | CUDA and ROCm tensors |
+| fla | flash-linear-attention's kernels | no | yes | yes | CUDA tensors |
+
+Scalar decay: linear_attn, simple_gla, delta_rule, gated_delta_rule, comba. Vector decay: gla, kda, rwkv7.
+
+The environment variable ``MDN_BACKEND`` replaces ``auto``: it is as binding as ``backend=``, which wins over it.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 from functools import cache
 from types import ModuleType
 
@@ -20,80 +26,155 @@ from torch import Tensor
 BACKENDS = ("auto", "torch", "cpu", "triton", "fla")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
-_MODULES = {
-    "torch": "mdn.ops.momentum_delta_rule.torch_backend",
-    "cpu": "mdn.ops.cpu",
-    "triton": "mdn.ops.triton",
+_MODULES: dict[str, dict[str, str]] = {
+    "momentum": {"torch": "mdn.ops.momentum.torch_backend", "cpu": "mdn.ops.cpu", "triton": "mdn.ops.triton"},
+    "scalar decay": {"torch": "mdn.ops.first_order.chunk_scalar", "cpu": "mdn.ops.cpu", "fla": "fla.ops"},
+    "vector decay": {"torch": "mdn.ops.first_order.chunk_vector", "fla": "fla.ops"},
+}
+"""family -> backend -> module that computes it"""
+
+_FAMILIES: dict[str, str] = {
+    "momentum": "momentum",
+    **dict.fromkeys(("linear_attn", "simple_gla", "delta_rule", "gated_delta_rule", "comba"), "scalar decay"),
+    **dict.fromkeys(("gla", "kda", "rwkv7"), "vector decay"),
+}
+"""rule -> family"""
+
+_PREFERRED = {"momentum": ("triton", "cpu"), "scalar decay": ("fla", "cpu"), "vector decay": ("fla",)}
+"""what ``auto`` tries before torch, in this order"""
+
+_DEVICES = {"cpu": "cpu", "triton": "cuda", "fla": "cuda"}
+"""the device type that a backend was made for"""
+
+_NOT_FOR_FAMILY = {
+    ("momentum", "fla"): "FLA's kernels serve the first-order rules, not the momentum delta rule",
+    ("scalar decay", "triton"): "the Triton kernels serve the momentum delta rule, not the first-order rules",
+    ("vector decay", "triton"): "the Triton kernels serve the momentum delta rule, not the first-order rules",
+    ("vector decay", "cpu"): "the native kernel has no decay per key dimension",
 }
 
 
+def family_of(rule: str) -> str:
+    """``momentum``, ``scalar decay`` or ``vector decay``."""
+    if rule not in _FAMILIES:
+        raise ValueError(f"rule must be one of {', '.join(_FAMILIES)}, got {rule!r}")
+    return _FAMILIES[rule]
+
+
 @cache
-def backend_module(name: str) -> ModuleType:
-    return importlib.import_module(_MODULES[name])
+def backend_module(backend: str, family: str = "momentum") -> ModuleType:
+    """The module that computes this family; imported at first use."""
+    return importlib.import_module(_MODULES[family][backend])
 
 
-def check_backend_name(backend: str) -> None:
+# ------------------------------------------------------------------------------------------------------------ requests
+
+
+def requested_backend(backend: str) -> tuple[str, str]:
+    """The name that was requested and, for messages, by whom: ``MDN_BACKEND`` replaces ``auto``."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend != "auto":
+        return backend, f"backend={backend!r}"
+    name = _environment()
+    if name not in BACKENDS:
+        raise ValueError(f"MDN_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}")
+    return name, f"MDN_BACKEND={name!r}"
 
 
-def why_not(backend: str, tensor: Tensor) -> str | None:
-    """The reason why ``backend`` cannot run the momentum delta rule on this tensor, or None if it can."""
-    return _why_not(backend, str(tensor.device), tensor.dtype)
+def _environment() -> str:
+    return os.environ.get("MDN_BACKEND") or "auto"
+
+
+def resolve(backend: str, tensor: Tensor, rule: str = "momentum", v: Tensor | None = None) -> str:
+    """The backend to run for tensors like q. Raises with the reason when the requested one cannot run."""
+    name, request = requested_backend(backend)
+    if name == "auto":
+        return automatic_choice(tensor, rule, v)[0]
+    reason = why_not(name, tensor, rule, v)
+    if reason is not None:
+        raise ValueError(f"{request} cannot be used here: {reason}")
+    return name
+
+
+def automatic_choice(tensor: Tensor, rule: str = "momentum", v: Tensor | None = None) -> tuple[str, str]:
+    """What ``auto`` selects for tensors like this one, and why."""
+    family = family_of(rule)
+    obstacles = []
+    for backend in _PREFERRED[family]:
+        reason = _why_not_by_default(backend, family, tensor) or why_not(backend, tensor, rule, v)
+        if reason is None:
+            return backend, f"{tensor.dtype} on {tensor.device.type}, and {backend} can be used"
+        if _DEVICES[backend] == tensor.device.type:
+            obstacles.append(f"{backend} cannot be used: {reason}")
+    return "torch", "; ".join(obstacles) or f"no other backend was made for {tensor.device.type} tensors"
+
+
+def _why_not_by_default(backend: str, family: str, tensor: Tensor) -> str | None:
+    """Why ``auto`` leaves out a backend that would work."""
+    if backend in ("triton", "cpu") and tensor.device.type != _DEVICES[backend]:
+        return f"{backend} was made for {_DEVICES[backend]} tensors"
+    if backend == "cpu" and family == "scalar decay":
+        if tensor.dtype != torch.float32:
+            return "the torch form is faster for a first-order rule that is not float32"
+        # A compiler can look into the torch form and not into the kernel, which would end its graph.
+        if torch.compiler.is_compiling():
+            return "a compiler can fuse the torch form"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------ reasons
+
+
+def why_not(backend: str, tensor: Tensor, rule: str = "momentum", v: Tensor | None = None) -> str | None:
+    """The reason why ``backend`` cannot compute this rule for tensors like q (and v, if given), or None if it
+    can."""
+    family = family_of(rule)
+    if backend not in _MODULES[family]:
+        return _NOT_FOR_FAMILY[family, backend]
+    reason = _why_not(backend, str(tensor.device), tensor.dtype)
+    if reason is None and backend == "triton" and v is not None:
+        from mdn.ops.triton.availability import why_unsupported
+
+        return why_unsupported(tensor, v)
+    return reason
 
 
 def _why_not(backend: str, device: str, dtype: torch.dtype) -> str | None:
     if backend == "torch" or device == "meta":
         return None
     if backend == "cpu":
-        if device != "cpu":
-            return f"the native kernel runs on CPU tensors, this one is on {device}"
-        if dtype not in NATIVE_DTYPES:
-            return f"the native kernel takes float32 and bfloat16, this tensor is {dtype}"
-        return backend_module("cpu").why_unavailable()
-    if backend == "triton":
-        return backend_module("triton").why_unavailable(device)
-    if backend == "fla":
-        return "FLA's kernels serve the first-order rules, not the momentum delta rule"
-    raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        return _why_not_cpu(device, dtype)
+    return _why_not_fla(device, dtype) if backend == "fla" else backend_module("triton").why_unavailable(device)
 
 
 # Facts about this machine: a compiler need not trace the search for libraries. This is what
 # torch.compiler.assume_constant_result does; calling it here would import the compiler, and Triton with it.
+_environment._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def automatic_choice(tensor: Tensor) -> tuple[str, str]:
-    """What `auto` takes for this tensor, and why."""
-    if tensor.device.type == "cpu" and tensor.dtype in NATIVE_DTYPES:
-        reason = why_not("cpu", tensor)
-        if reason is None:
-            return "cpu", f"{tensor.dtype} CPU tensor and the native kernel is built"
-        return "torch", f"the native kernel is not there: {reason}"
-    if tensor.device.type == "cuda":
-        reason = why_not("triton", tensor)
-        if reason is None:
-            return "triton", "GPU tensor and Triton is usable"
-        return "torch", f"Triton cannot be used: {reason}"
-    return "torch", f"{tensor.dtype} on {tensor.device.type}: the torch form is the only one made for it"
+def _why_not_cpu(device: str, dtype: torch.dtype) -> str | None:
+    if device != "cpu":
+        return f"the native kernel runs on CPU tensors, this one is on {device}"
+    if dtype not in NATIVE_DTYPES:
+        return f"the native kernel takes float32 and bfloat16, this tensor is {dtype}"
+    return backend_module("cpu").why_unavailable()
 
 
-def resolve(backend: str, q: Tensor, v: Tensor) -> str:
-    """The backend to run. Raises with the reason when one was asked for by name and cannot run."""
-    check_backend_name(backend)
-    if backend == "auto":
-        chosen = automatic_choice(q)[0]
-        return "torch" if chosen == "triton" and _unsupported_by_triton(q, v) else chosen
-    reason = why_not(backend, q) or (_unsupported_by_triton(q, v) if backend == "triton" else None)
-    if reason is not None:
-        raise ValueError(f"backend={backend!r} cannot be used here: {reason}")
-    return backend
+def _why_not_fla(device: str, dtype: torch.dtype) -> str | None:
+    if not device.startswith("cuda"):
+        return f"FLA's kernels need tensors on a GPU, this one is on {device}"
+    if dtype == torch.float64:
+        return "FLA's kernels do not compute in float64"
+    if not _installed("fla"):
+        return "FLA is not installed (pip install 'momentum-deltanet[fla]')"
+    return None
 
 
-def _unsupported_by_triton(q: Tensor, v: Tensor) -> str | None:
-    from mdn.ops.triton.availability import why_unsupported
-
-    return why_unsupported(q, v, chunk_size=64)
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def chunk_size_for(backend: str, limit: int) -> int:
@@ -101,11 +182,16 @@ def chunk_size_for(backend: str, limit: int) -> int:
     return limit if backend != "triton" else max(size for size in (16, 32, 64) if size <= max(limit, 16))
 
 
-def explain_backend(tensor: Tensor, backend: str = "auto") -> str:
-    """One line: what would run for this tensor, and why."""
-    check_backend_name(backend)
-    if backend == "auto":
-        name, why = automatic_choice(tensor)
-        return f"auto -> {name}: {why}"
-    obstacle = why_not(backend, tensor)
-    return f"{backend}: usable" if obstacle is None else f"{backend}: not usable, {obstacle}"
+def explain_backend(tensor: Tensor, backend: str = "auto", rule: str = "momentum") -> str:
+    """One line: what would run for tensors like this one, and why.
+
+    ``rule`` is ``momentum`` or a first-order rule: ``linear_attn``, ``simple_gla``, ``delta_rule``,
+    ``gated_delta_rule``, ``comba``, ``gla``, ``kda`` or ``rwkv7``.
+    """
+    name, request = requested_backend(backend)
+    if name == "auto":
+        chosen, why = automatic_choice(tensor, rule)
+        return f"auto -> {chosen}: {why}"
+    label = name if backend != "auto" else request
+    obstacle = why_not(name, tensor, rule)
+    return f"{label}: usable" if obstacle is None else f"{label}: not usable, {obstacle}"

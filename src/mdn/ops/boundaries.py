@@ -7,6 +7,7 @@ same object, an op and a convolution can never disagree about a boundary. Sequen
 from __future__ import annotations
 
 import itertools
+import weakref
 from functools import cached_property
 
 import torch
@@ -21,12 +22,13 @@ class SequenceBoundaries:
     tensors between the padded ``[B, T, ...]`` and the packed ``[1, total, ...]`` layout.
     """
 
-    def __init__(
-        self, cu_seqlens: Tensor, offsets: tuple[int, ...], padded: tuple[tuple[int, int], Tensor] | None = None
-    ):
+    def __init__(self, cu_seqlens: Tensor, offsets: tuple[int, ...]):
+        """``cu_seqlens`` must be a tensor of this object's own: nobody else may write to it."""
         self.cu_seqlens = cu_seqlens
         self.offsets = offsets
-        self._padded = padded
+        # A custom op takes only the tensor. It must find this object again: weakly, so that the two are no cycle.
+        cu_seqlens._mdn_boundaries = weakref.ref(self)  # type: ignore[attr-defined]
+        self._padded: tuple[tuple[int, int], Tensor] | None = None
         self._chunk_indices: dict[int, Tensor] = {}
 
     # ---------------------------------------------------------------- constructors
@@ -35,11 +37,16 @@ class SequenceBoundaries:
     def from_cu_seqlens(
         cls, cu_seqlens: Tensor | SequenceBoundaries, total: int | None = None, name: str = "cu_seqlens"
     ) -> SequenceBoundaries:
-        """From cumulative lengths ``[0, l1, l1 + l2, ..., total]``; repeated values are empty sequences."""
+        """From cumulative lengths ``[0, l1, l1 + l2, ..., total]``; repeated values are empty sequences.
+
+        The values of a tensor are read at every call (for a GPU tensor that waits for the GPU) and copied: a buffer may
+        be used again for the next batch. Whoever calls several ops on one pack makes the object once and passes it.
+        """
+        found: SequenceBoundaries
         if isinstance(cu_seqlens, SequenceBoundaries):
             found = cu_seqlens
         else:
-            found = _remembered(cu_seqlens) or cls._from_new_tensor(cu_seqlens, name)
+            found = _owner(cu_seqlens) or cls._from_new_tensor(cu_seqlens, name)
         if total is not None and found.total != total:
             raise ValueError(f"{name} must cover all {total} tokens of the packed row, but it ends at {found.total}")
         return found
@@ -51,13 +58,16 @@ class SequenceBoundaries:
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
         offsets = tuple(cu_seqlens.tolist())
+        known: SequenceBoundaries | None = getattr(cu_seqlens, "_mdn_last_read", None)
+        if known is not None and known.offsets == offsets:  # the values decide, not the tensor's identity
+            return known
         if offsets[0] != 0:
             raise ValueError(f"{name} must start at 0, got {offsets[0]}")
         for i, (start, end) in enumerate(itertools.pairwise(offsets)):
             if end < start:
                 raise ValueError(f"{name} must be sorted, but entry {i + 1} is {end} after {start}")
-        found = cls(cu_seqlens.to(torch.int64), offsets)
-        _remember(cu_seqlens, found)
+        found = cls(cu_seqlens.detach().to(torch.int64, copy=True), offsets)
+        cu_seqlens._mdn_last_read = found  # type: ignore[attr-defined]
         return found
 
     @classmethod
@@ -76,9 +86,9 @@ class SequenceBoundaries:
             raise ValueError(f"attention_mask must have shape [B, T], got {list(mask.shape)}")
         mask = mask.bool()
         lengths = mask.sum(-1).tolist()
-        bare = cls.from_lengths(lengths, mask.device)
-        kept = mask.reshape(-1).nonzero().squeeze(-1)
-        return cls(bare.cu_seqlens, bare.offsets, ((mask.shape[0], mask.shape[1]), kept))
+        found = cls.from_lengths(lengths, mask.device)
+        found._padded = (mask.shape[0], mask.shape[1]), mask.reshape(-1).nonzero().squeeze(-1)
+        return found
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> SequenceBoundaries:
@@ -150,17 +160,11 @@ class SequenceBoundaries:
         return self._padded
 
 
-# The same cu_seqlens tensor passes through every layer of a model (and through torch.compile as a plain tensor), so
-# its boundaries are kept beside it: one host copy per batch instead of one per layer.
-def _remember(cu_seqlens: Tensor, found: SequenceBoundaries) -> None:
-    if not cu_seqlens.is_inference():
-        cu_seqlens._mdn_boundaries = (cu_seqlens._version, found)  # type: ignore[attr-defined]
+def _owner(cu_seqlens: Tensor) -> SequenceBoundaries | None:
+    """The object that this very tensor belongs to, if it still exists."""
+    reference = getattr(cu_seqlens, "_mdn_boundaries", None)
+    return None if reference is None else reference()
 
 
-def _remembered(cu_seqlens: Tensor) -> SequenceBoundaries | None:
-    """The boundaries found earlier for this very tensor, unless it was written to since (inference tensors cannot
-    say)."""
-    if cu_seqlens.is_inference():
-        return None
-    version, found = getattr(cu_seqlens, "_mdn_boundaries", (None, None))
-    return found if version == cu_seqlens._version else None
+def num_sequences(boundaries: SequenceBoundaries | Tensor) -> int:
+    return boundaries.shape[0] - 1 if isinstance(boundaries, Tensor) else boundaries.num_sequences

@@ -22,7 +22,7 @@ from cpu_cases import (
 from mdn.ops import cpu
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.cpu import library
-from mdn.ops.momentum_delta_rule.options import RuleOptions
+from mdn.ops.momentum.interface import RuleOptions
 
 NAMES = ("q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta", "initial_state")
 
@@ -42,11 +42,11 @@ def check(inputs: Inputs, options: RuleOptions | None = None, boundaries: Sequen
     options = options or options_for(inputs)
     leaves = inputs.leaves()
     wanted = definition(leaves, options, None if boundaries is None else list(boundaries.offsets))
-    o, final_state, residual = cpu.forward(*inputs.as_tuple(), boundaries, options, True)
+    o, final_state, residual = cpu.forward(inputs.as_tuple(), boundaries, options, True)
     assert error(o, wanted[0]) <= OUTPUT_ERROR
     assert error(final_state, wanted[1]) <= OUTPUT_ERROR
     grad_o, grad_state, expected = gradients(wanted, leaves)
-    found = cpu.backward(grad_o, grad_state, *inputs.as_tuple(), residual, boundaries, options)
+    found = cpu.backward(grad_o, grad_state, inputs.as_tuple(), residual, boundaries, options)
     for name, gradient, want in zip(NAMES, found, expected, strict=True):
         assert (gradient is None) == (want is None), name
         if gradient is not None:
@@ -81,7 +81,7 @@ def test_a_first_token_that_forgets_everything_makes_the_initial_state_irrelevan
         gate[:, 0] = float("-inf")
     other = replace(inputs, initial_state=torch.full_like(inputs.initial_state, 1e30))
     options = options_for(inputs)
-    first, second = (cpu.forward(*x.as_tuple(), None, options, True) for x in (inputs, other))
+    first, second = (cpu.forward(x.as_tuple(), None, options, True) for x in (inputs, other))
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
 
@@ -95,7 +95,7 @@ def test_packed_sequences_do_not_see_each_other(lengths: list[int], instruction_
 
 def test_an_empty_batch_of_tokens_passes_the_state_on() -> None:
     inputs = make_inputs(time=0)
-    _, final_state, _ = cpu.forward(*inputs.as_tuple(), None, options_for(inputs), True)
+    _, final_state, _ = cpu.forward(inputs.as_tuple(), None, options_for(inputs), True)
     assert torch.equal(final_state, inputs.initial_state)
 
 
@@ -126,12 +126,12 @@ def test_no_state_and_no_gradient_of_the_final_state_are_zeros() -> None:
     zeros = replace(inputs, initial_state=torch.zeros(2, 1, 2, 32, 48))
     options = options_for(inputs)
     grad_o = torch.randn(inputs.v.shape, generator=torch.Generator().manual_seed(3))
-    o, state, residual = cpu.forward(*inputs.as_tuple(), None, options, True)
-    o_zeros, state_zeros, residual_zeros = cpu.forward(*zeros.as_tuple(), None, options, True)
+    o, state, residual = cpu.forward(inputs.as_tuple(), None, options, True)
+    o_zeros, state_zeros, residual_zeros = cpu.forward(zeros.as_tuple(), None, options, True)
     torch.testing.assert_close(o, o_zeros)
     torch.testing.assert_close(state, state_zeros)
-    found = cpu.backward(grad_o, None, *inputs.as_tuple(), residual, None, options)
-    wanted = cpu.backward(grad_o, torch.zeros_like(state), *zeros.as_tuple(), residual_zeros, None, options)
+    found = cpu.backward(grad_o, None, inputs.as_tuple(), residual, None, options)
+    wanted = cpu.backward(grad_o, torch.zeros_like(state), zeros.as_tuple(), residual_zeros, None, options)
     assert found[-1] is None
     for gradient, want in zip(found[:3], wanted[:3], strict=True):
         torch.testing.assert_close(gradient, want)
@@ -139,9 +139,7 @@ def test_no_state_and_no_gradient_of_the_final_state_are_zeros() -> None:
 
 def test_without_a_residual_the_output_is_the_same() -> None:
     inputs = make_inputs(time=100)
-    with_residual, without = (
-        cpu.forward(*inputs.as_tuple(), None, options_for(inputs), save) for save in (True, False)
-    )
+    with_residual, without = (cpu.forward(inputs.as_tuple(), None, options_for(inputs), save) for save in (True, False))
     assert torch.equal(with_residual[0], without[0])
     assert without[2].numel() == 0
 
@@ -153,14 +151,14 @@ def test_bfloat16_differs_from_the_definition_only_by_rounding(value_heads: int)
     leaves = rounded.leaves()
     options = options_for(inputs)
     wanted = definition(leaves, options)
-    o, state, residual = cpu.forward(*rounded.as_tuple(), None, options, True)
+    o, state, residual = cpu.forward(rounded.as_tuple(), None, options, True)
     assert o.dtype == torch.bfloat16
     assert state.dtype == residual.dtype == torch.float32
     half_a_step = 2.0**-8
     assert error(o, wanted[0]) <= half_a_step
     assert error(state, wanted[1]) <= OUTPUT_ERROR
     grad_o, grad_state, expected = gradients(wanted, leaves)
-    found = cpu.backward(grad_o, grad_state, *rounded.as_tuple(), residual, None, options)
+    found = cpu.backward(grad_o, grad_state, rounded.as_tuple(), residual, None, options)
     for name, gradient, want, given in zip(NAMES, found, expected, rounded.as_tuple(), strict=True):
         assert gradient.dtype == given.dtype, name
         assert error(gradient, want) <= 2 * half_a_step, name
@@ -172,15 +170,15 @@ def test_bfloat16_is_rounded_as_torch_rounds(value: float) -> None:
     ones = replace(inputs, q=torch.ones_like(inputs.q), k=torch.ones_like(inputs.k), v=torch.ones_like(inputs.v))
     ones = replace(ones, log_alpha=inputs.log_alpha * 0, beta=inputs.beta * 0 + 1, eta=inputs.eta * 0 + 1)
     ones = Inputs(*(None if x is None else x.bfloat16() if x.dim() == 4 else x for x in ones.as_tuple()))
-    o, _, _ = cpu.forward(*ones.as_tuple(), None, options_for(inputs, scale=value, l2norm=False), False)
+    o, _, _ = cpu.forward(ones.as_tuple(), None, options_for(inputs, scale=value, l2norm=False), False)
     torch.testing.assert_close(o.flatten(), torch.tensor([value]).bfloat16(), equal_nan=True, rtol=0, atol=0)
 
 
 def everything(inputs: Inputs) -> list[torch.Tensor]:
     """Outputs and gradients in one list."""
     options = options_for(inputs)
-    o, state, residual = cpu.forward(*inputs.as_tuple(), None, options, True)
-    found = cpu.backward(o, state, *inputs.as_tuple(), residual, None, options)
+    o, state, residual = cpu.forward(inputs.as_tuple(), None, options, True)
+    found = cpu.backward(o, state, inputs.as_tuple(), residual, None, options)
     return [x for x in (o, state, *found) if x is not None]
 
 
@@ -209,9 +207,7 @@ def test_tensors_need_not_be_contiguous() -> None:
         *(None if x is None else x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in inputs.as_tuple())
     )
     assert not strided.q.is_contiguous()
-    for found, wanted in zip(
-        *(cpu.forward(*x.as_tuple(), None, options, True) for x in (strided, inputs)), strict=True
-    ):
+    for found, wanted in zip(*(cpu.forward(x.as_tuple(), None, options, True) for x in (strided, inputs)), strict=True):
         assert torch.equal(found, wanted)
 
 
@@ -230,10 +226,10 @@ def test_wrong_shapes_and_dtypes_are_named_before_the_kernel_runs(name: str, cha
     inputs = make_inputs(time=20)
     wrong = replace(inputs, **{name: change(getattr(inputs, name))})
     with pytest.raises(ValueError, match=f"^{name}"):
-        cpu.forward(*wrong.as_tuple(), None, options_for(inputs), False)
+        cpu.forward(wrong.as_tuple(), None, options_for(inputs), False)
 
 
 def test_a_pack_that_does_not_cover_all_tokens_is_refused() -> None:
     inputs = make_inputs(time=20)
     with pytest.raises(ValueError, match="cu_seqlens"):
-        cpu.forward(*inputs.as_tuple(), pack([10, 9]), options_for(inputs), False)
+        cpu.forward(inputs.as_tuple(), pack([10, 9]), options_for(inputs), False)

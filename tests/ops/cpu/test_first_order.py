@@ -95,7 +95,7 @@ def test_the_momentum_rule_without_momentum_is_the_gated_delta_rule() -> None:
     inputs.log_mu = torch.full_like(inputs.log_mu, float("-inf"))
     inputs.eta = torch.ones_like(inputs.eta)
     options = options_for(inputs)
-    o, states, _ = cpu.forward(*inputs.as_tuple(), None, options, False)
+    o, states, _ = cpu.forward(inputs.as_tuple(), None, options, False)
     given = [inputs.q, inputs.k, inputs.v, None, inputs.log_alpha, inputs.beta, None]
     first_order, state, _ = cpu.first_order_forward(*given, None, options, False)
     torch.testing.assert_close(first_order, o, rtol=0, atol=1e-6)

@@ -40,7 +40,7 @@ def test_a_missing_library_is_explained(fresh_library: pytest.MonkeyPatch, tmp_p
     assert cpu.instruction_set() is None
     inputs = make_inputs(time=2)
     with pytest.raises(RuntimeError, match="native CPU kernel cannot be used"):
-        cpu.forward(*inputs.as_tuple(), None, options_for(inputs), False)
+        cpu.forward(inputs.as_tuple(), None, options_for(inputs), False)
 
 
 def test_a_broken_library_is_explained(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_importing_the_backend_loads_no_library() -> None:
 def one_call(seed: int) -> torch.Tensor:
     inputs = make_inputs(batch=2, time=150, key_dim=64, value_dim=64, seed=seed)
     options = options_for(inputs)
-    o, state, residual = cpu.forward(*inputs.as_tuple(), None, options, True)
-    gradients = cpu.backward(o, state, *inputs.as_tuple(), residual, None, options)
+    o, state, residual = cpu.forward(inputs.as_tuple(), None, options, True)
+    gradients = cpu.backward(o, state, inputs.as_tuple(), residual, None, options)
     return torch.cat([x.flatten() for x in (o, state, *gradients) if x is not None])
 
 
@@ -88,8 +88,8 @@ def _child(connection, inputs: Inputs, threads: int) -> None:
     if threads:
         torch.set_num_threads(threads)
     options = options_for(inputs)
-    o, state, residual = cpu.forward(*inputs.as_tuple(), None, options, True)
-    gradients = cpu.backward(o, state, *inputs.as_tuple(), residual, None, options)
+    o, state, residual = cpu.forward(inputs.as_tuple(), None, options, True)
+    gradients = cpu.backward(o, state, inputs.as_tuple(), residual, None, options)
     connection.send([gradient.flatten()[:50].tolist() for gradient in gradients if gradient is not None])
 
 

@@ -7,16 +7,17 @@ import torch
 
 from cpu_cases import OUTPUT_ERROR, Inputs, definition, error, make_inputs, options_for, with_hostile_gates
 from mdn.ops import cpu
+from mdn.ops.momentum.interface import RuleTensors, StepState
 
 
-def token(inputs: Inputs, t: int) -> list:
+def token(inputs: Inputs, t: int) -> RuleTensors:
     """q, k, v, p and the gates of one token."""
-    return [None if x is None else x[:, t] for x in inputs.as_tuple()[:8]]
+    return RuleTensors(*(None if x is None else x[:, t] for x in inputs.as_tuple().of_tokens))
 
 
 def decode(inputs: Inputs, S: torch.Tensor, M: torch.Tensor, **options) -> torch.Tensor:
     settings = options_for(inputs, **options)
-    steps = [cpu.step_(*token(inputs, t), S, M, None, settings) for t in range(inputs.q.shape[1])]
+    steps = [cpu.step_(token(inputs, t), StepState(S, M, None), settings) for t in range(inputs.q.shape[1])]
     return torch.stack(steps, 1)
 
 
@@ -43,9 +44,9 @@ def test_hostile_gates_are_exact_step_by_step() -> None:
 def test_steps_continue_a_chunkwise_prefill() -> None:
     inputs = make_inputs(batch=2, time=70)
     options = options_for(inputs)
-    prefix = Inputs(*(None if x is None else x[:, :50] for x in inputs.as_tuple()[:8]), inputs.initial_state)
-    rest = Inputs(*(None if x is None else x[:, 50:] for x in inputs.as_tuple()[:8]), None)
-    _, (S, M), _ = cpu.forward(*prefix.as_tuple(), None, options, False)
+    prefix = Inputs(*(None if x is None else x[:, :50] for x in inputs.as_tuple().of_tokens), inputs.initial_state)
+    rest = Inputs(*(None if x is None else x[:, 50:] for x in inputs.as_tuple().of_tokens), None)
+    _, (S, M), _ = cpu.forward(prefix.as_tuple(), None, options, False)
     o = decode(rest, S, M)
     wanted, _ = definition(inputs.converted(torch.float64), options)
     assert error(o, wanted[:, 50:]) <= OUTPUT_ERROR
@@ -58,8 +59,8 @@ def test_only_the_named_slots_change(dtype: torch.dtype) -> None:
     pool = torch.randn(2, 6, 2, 32, 48, generator=torch.Generator().manual_seed(7))
     before = pool.clone()
     direct = pool[:, [4, 1]].clone()
-    o = cpu.step_(*token(inputs, 0), pool[0], pool[1], slots, options_for(inputs))
-    wanted = cpu.step_(*token(inputs, 0), direct[0], direct[1], None, options_for(inputs))
+    o = cpu.step_(token(inputs, 0), StepState(pool[0], pool[1], slots), options_for(inputs))
+    wanted = cpu.step_(token(inputs, 0), StepState(direct[0], direct[1], None), options_for(inputs))
     assert torch.equal(o, wanted)
     assert torch.equal(pool[:, [4, 1]], direct)
     assert torch.equal(pool[:, [0, 2, 3, 5]], before[:, [0, 2, 3, 5]])
@@ -70,7 +71,7 @@ def test_a_slot_out_of_range_is_refused_and_nothing_changes(slot: int) -> None:
     inputs = make_inputs(batch=2, time=1)
     pool = torch.ones(2, 6, 2, 32, 48)
     with pytest.raises(ValueError, match="state_indices"):
-        cpu.step_(*token(inputs, 0), pool[0], pool[1], torch.tensor([0, slot]), options_for(inputs))
+        cpu.step_(token(inputs, 0), StepState(pool[0], pool[1], torch.tensor([0, slot])), options_for(inputs))
     assert torch.equal(pool, torch.ones_like(pool))
 
 
@@ -93,7 +94,7 @@ def test_states_that_cannot_be_updated_in_place_are_refused(change) -> None:
     inputs = make_inputs(batch=2, time=1, key_dim=48)
     S, M = inputs.initial_state.clone()
     with pytest.raises(ValueError, match=r"^S must"):
-        cpu.step_(*token(inputs, 0), change(S), M, None, options_for(inputs))
+        cpu.step_(token(inputs, 0), StepState(change(S), M, None), options_for(inputs))
 
 
 def test_bfloat16_steps_keep_float32_states() -> None:

@@ -45,7 +45,7 @@ def test_a_named_backend_that_cannot_work_says_why(rule):
     tensors = arguments(rule, T=3, dtype=torch.float32)
     with pytest.raises(ValueError, match="backend='fla' cannot be used here: FLA's kernels need tensors on a GPU"):
         chunk(rule)(**tensors, backend="fla")
-    with pytest.raises(ValueError, match=r"backend must be one of auto, torch, cpu, fla .* got 'cuda'"):
+    with pytest.raises(ValueError, match=r"backend must be one of auto, torch, cpu, triton, fla, got 'cuda'"):
         chunk(rule)(**tensors, backend="cuda")
     if rule in VECTOR:
         with pytest.raises(ValueError, match="backend='cpu' cannot be used here"):
@@ -64,7 +64,7 @@ def test_on_a_gpu_the_kernels_of_fla_get_the_arguments_by_their_names(rule, back
         return "output", "state"
 
     monkeypatch.setattr(module, f"chunk_{rule}", kernel)
-    monkeypatch.setattr("mdn.ops.first_order.backend._why_not_fla", lambda x: None)
+    monkeypatch.setattr("mdn.ops.backends._why_not_fla", lambda device, dtype: None)
     tensors, boundaries = arguments(rule, B=1, T=9, HV=4), SequenceBoundaries.from_lengths([4, 5])
     state = random_state(rule, 2, HV=4)
     options = {"scale": 0.3, "initial_state": state, "output_final_state": True, "cu_seqlens": boundaries}

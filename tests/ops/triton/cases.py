@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -21,19 +20,13 @@ from reference import recurrence
 
 import mdn.ops.triton as kernels
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.momentum.interface import RuleOptions as Options
+from mdn.ops.momentum.interface import RuleTensors, StepState
 from mdn.ops.triton.interpreter import repair
 from mdn.ops.triton.launcher import intercept_launches, run_launch
 
 GRADIENTS = ("q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta", "initial_state")
 INFINITY = float("inf")
-
-
-@dataclass(frozen=True)
-class Options:
-    scale: float
-    chunk_size: int = 64
-    l2norm: bool = True
-    p_times_alpha: bool = True
 
 
 def sprinkle(gates, fraction, value, generator):
@@ -82,8 +75,8 @@ def exact_results(inputs, lengths, options, cotangents):
 
 
 def kernel_results(inputs, boundaries, options, cotangents):
-    o, final_state, residual = kernels.forward(*inputs.values(), boundaries, options, True)
-    gradients = kernels.backward(*cotangents, *inputs.values(), residual, boundaries, options)
+    o, final_state, residual = kernels.forward(RuleTensors(**inputs), boundaries, options, True)
+    gradients = kernels.backward(*cotangents, RuleTensors(**inputs), residual, boundaries, options)
     results = {"o": o, "final_state": final_state}
     return results | {"d" + name: x for name, x in zip(GRADIENTS, gradients) if x is not None}
 
@@ -167,7 +160,7 @@ def packs():
     nothing = make_inputs(1, 0, 1, 1, 16, 16, 2)
     state = nothing["initial_state"].float()
     o, final_state, _ = kernels.forward(
-        *narrowed(nothing, torch.float32).values(), SequenceBoundaries.from_lengths([0, 0]), options, True
+        RuleTensors(**narrowed(nothing, torch.float32)), SequenceBoundaries.from_lengths([0, 0]), options, True
     )
     yield "no tokens at all", {"o": float(o.numel()), "final_state": relative_error(final_state, state.double())}
 
@@ -251,8 +244,8 @@ def decode(p_given, indices, dtype):
     table = None if indices is None else torch.tensor(indices, dtype=torch.int32)
     outputs = []
     for t in range(3):
-        token = [None if x is None else x[:, t] for x in rows.values()]
-        outputs.append(kernels.step_(*token, buffer[0], buffer[1], table, options))
+        token = RuleTensors(*(None if x is None else x[:, t] for x in rows.values()))
+        outputs.append(kernels.step_(token, StepState(buffer[0], buffer[1], table), options))
     o = torch.stack(outputs, dim=1)
     kept = [b for b in range(batch) if 0 <= where[b] < slots]
     exact = [None if x is None else x[kept].double() for x in rows.values()]

@@ -1,7 +1,7 @@
 """The native CPU backend of the momentum delta rule, and of the first-order rules that are special cases of it.
 
-``forward``, ``backward`` and ``step_`` are what docs/architecture.md asks of a backend: float32 or bfloat16 in and out,
-float32 arithmetic. Importing this loads nothing; ``why_unavailable()`` says whether the kernel can be used.
+``forward``, ``backward`` and ``step_`` are those of a backend (``mdn.ops.momentum.interface``): float32 or bfloat16 in
+and out, float32 arithmetic. Importing this loads nothing; ``why_unavailable()`` says whether the kernel can be used.
 
 The first-order rules have no momentum: ``S_t = alpha_t S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T``. They have one
 state, ``[N, HV, K, V]``, and cost half as much:

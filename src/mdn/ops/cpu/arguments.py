@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
-
-
-class Options(Protocol):
-    """What is read of ``RuleOptions``."""
-
-    @property
-    def scale(self) -> float: ...
-    @property
-    def chunk_size(self) -> int: ...
-    @property
-    def l2norm(self) -> bool: ...
-    @property
-    def p_times_alpha(self) -> bool: ...
 
 
 def values(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -27,8 +12,6 @@ def values(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> 
         return x  # the usual case, kept short: a decode step comes here nine times
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
-    if x.dtype == torch.float64:
-        raise ValueError(f"{name} must be float32 or bfloat16 for the native CPU kernel, got float64")
     if not x.is_cpu:
         raise ValueError(f"{name} must be a CPU tensor for the native CPU kernel, got one on {x.device}")
     return x.detach().to(dtype).contiguous()
@@ -43,7 +26,10 @@ def address(x: Tensor | None) -> int | None:
 
 
 def io_dtype(q: Tensor) -> torch.dtype:
-    """bfloat16 is read and written as it is; everything else goes through float32."""
+    """bfloat16 is read and written as it is; everything else goes through float32. (Gates and states may have any
+    dtype: they are cast to float32, as every backend casts them to the dtype of the computation.)"""
+    if q.dtype == torch.float64:
+        raise ValueError("q must be float32 or bfloat16 for the native CPU kernel, got float64")
     return torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
 
 

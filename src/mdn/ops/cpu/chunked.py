@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.cpu.arguments import Options, address, check_heads, check_result, io_dtype, optional_values, values
+from mdn.ops.cpu.arguments import address, check_heads, check_result, io_dtype, optional_values, values
 from mdn.ops.cpu.library import Problem, library
+from mdn.ops.momentum.interface import ForwardResult, RuleOptions, RuleTensors
 
 SMALL = 2_000_000
 """multiply-adds below which waking other threads costs more than it saves"""
@@ -68,7 +69,7 @@ def _start(
     gates: dict[str, Tensor | None],
     initial_state: Tensor | None,
     boundaries: SequenceBoundaries | None,
-    options: Options,
+    options: RuleOptions,
     erase: bool,
 ) -> Call:
     """Checks and fills in everything that forward and backward share. ``gates`` has log_mu iff there is momentum."""
@@ -197,24 +198,36 @@ def _like(x: Tensor | None, given: Tensor | None) -> Tensor | None:
     return None if x is None or given is None else x.to(given.dtype)
 
 
-def forward(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, boundaries, options, save_residual):
-    """-> (o, final_state, residual), as docs/architecture.md says; the residual is empty if not saved."""
-    gates = {"log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta}
-    call = _start(q, k, v, p, gates, initial_state, boundaries, options, True)
+def forward(
+    tensors: RuleTensors, boundaries: SequenceBoundaries | None, options: RuleOptions, save_residual: bool
+) -> ForwardResult:
+    """The forward pass of a backend, as `mdn.ops.momentum.interface` describes it."""
+    q, k, v, p, *_, initial_state = tensors
+    call = _start(q, k, v, p, _gates(tensors), initial_state, boundaries, options, True)
     o, final_state, residual = _forward(call, save_residual)
-    return o.to(v.dtype), final_state, residual
+    return ForwardResult(o.to(v.dtype), final_state, residual)
 
 
 def backward(
-    grad_o, grad_final_state, q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, residual, boundaries, options
-):
-    """-> (dq, dk, dv, dp | None, dlog_alpha, dlog_mu, dbeta, deta, dinitial_state | None)."""
-    gates = {"log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta}
+    grad_o: Tensor,
+    grad_final_state: Tensor | None,
+    tensors: RuleTensors,
+    residual: Tensor,
+    boundaries: SequenceBoundaries | None,
+    options: RuleOptions,
+) -> RuleTensors:
+    """Gradients of all inputs, as `mdn.ops.momentum.interface` describes them."""
+    q, k, v, p, *_, initial_state = tensors
+    gates = _gates(tensors)
     call = _start(q, k, v, p, gates, initial_state, boundaries, options, True)
     wants = p is not None, initial_state is not None
     d = _backward(call, grad_o, grad_final_state, residual, gates, wants)
-    of_gates = (_like(d.gates[name], gate) for name, gate in gates.items())
-    return d.q.to(q.dtype), d.k.to(k.dtype), d.v.to(v.dtype), _like(d.p, p), *of_gates, d.initial_state
+    found = RuleTensors(d.q, d.k, d.v, d.p, **d.gates, initial_state=d.initial_state)  # type: ignore[arg-type]
+    return RuleTensors(*(_like(gradient, given) for gradient, given in zip(found, tensors)))  # type: ignore[arg-type]
+
+
+def _gates(tensors: RuleTensors) -> dict[str, Tensor | None]:
+    return {name: getattr(tensors, name) for name in ("log_alpha", "log_mu", "beta", "eta")}
 
 
 def first_order_forward(

@@ -13,8 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mdn.ops.cpu.arguments import Options, check_heads, check_result, io_dtype, optional_values, values
+from mdn.ops.cpu.arguments import check_heads, check_result, io_dtype, optional_values, values
 from mdn.ops.cpu.library import Step, library
+from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 
 GATES = ("log_alpha", "log_mu", "beta", "eta")
 ADDRESSES = ("q", "k", "v", "p", *GATES, "state", "momentum", "slots")
@@ -26,10 +27,9 @@ Tensors = tuple[Tensor | None, ...]
 """q, k, v, p, log_alpha, log_mu, beta, eta, S, M, state_indices"""
 
 
-def step_(*tensors_and_options) -> Tensor:
+def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tensor:
     """One token of the momentum delta rule; S and M change in place, o ``[B, HV, V]`` is returned."""
-    *tensors, options = tensors_and_options
-    return _step(tuple(tensors), options)
+    return _step(_flat(tensors, state), options)
 
 
 def first_order_step_(q, k, v, p, log_alpha, beta, S, state_indices, options, erase: bool = True) -> Tensor:
@@ -37,15 +37,23 @@ def first_order_step_(q, k, v, p, log_alpha, beta, S, state_indices, options, er
     return _step((q, k, v, p, log_alpha, None, beta, None, S, None, state_indices), options, erase)
 
 
-def prepared_step(tensors: Tensors, options: Options) -> Callable[[Tensors], Tensor] | None:
+def prepared_step(
+    tensors: RuleTensors, state: StepState, options: RuleOptions
+) -> Callable[[RuleTensors, StepState], Tensor] | None:
     """The step for all further tensors of these shapes, strides and dtypes, without checking them again; None if they
     would have to be converted."""
-    call = _Call(tensors, options, True)
-    ready = call.converted(tensors)
-    return call if all(x is y for x, y in zip(ready, tensors)) else None
+    flat = _flat(tensors, state)
+    call = _Call(flat, options, True)
+    if any(x is not y for x, y in zip(call.converted(flat), flat)):
+        return None
+    return lambda tensors, state: call((*tensors[:8], *state))
 
 
-def _step(tensors: Tensors, options: Options, erase: bool = True) -> Tensor:
+def _flat(tensors: RuleTensors, state: StepState) -> Tensors:
+    return (*tensors[:8], *state)
+
+
+def _step(tensors: Tensors, options: RuleOptions, erase: bool = True) -> Tensor:
     call = _Call(tensors, options, erase)
     o = call(call.converted(tensors))
     dtype = cast(Tensor, tensors[2]).dtype
@@ -55,7 +63,7 @@ def _step(tensors: Tensors, options: Options, erase: bool = True) -> Tensor:
 class _Call:
     """The C struct of a step, but for the addresses."""
 
-    def __init__(self, tensors: Tensors, options: Options, erase: bool):
+    def __init__(self, tensors: Tensors, options: RuleOptions, erase: bool):
         q, v, state = (cast(Tensor, tensors[place]) for place in (0, 2, 8))
         momentum = tensors[9]
         batch, key_heads, key_dim = q.shape

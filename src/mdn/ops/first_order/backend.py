@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from mdn.ops.backends import backend_module, why_not
+from mdn.ops.backends import backend_module, resolve
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order.inputs import expand_heads
 
-BACKENDS = ("auto", "torch", "cpu", "fla")
 GROUPED_IN_FLA = ("gated_delta_rule", "comba", "kda")
 """the rules whose kernels know value heads that share a key head"""
 
@@ -44,44 +41,15 @@ def check_hints(hints: Mapping[str, Any]) -> None:
 
 
 def choose_backend(x: Tensor, backend: str, native: bool = True) -> str:
-    """'torch', 'cpu' or 'fla' for tensors like x; raises if a backend asked for by name cannot work.
+    """'torch', 'cpu' or 'fla' for tensors like x; raises if a backend requested explicitly cannot run.
 
     `native` says whether the native CPU kernel knows the rule.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} for a first-order rule, got {backend!r}")
-    if backend == "auto":
-        if _why_not_fla(x) is None:
-            return "fla"
-        # A compiler can look into the torch form and not into the kernel, which would end its graph.
-        wanted = x.dtype == torch.float32 and x.device.type == "cpu" and not torch.compiler.is_compiling()
-        return "cpu" if wanted and _why_not_cpu(x, native) is None else "torch"
-    reason = _why_not_fla(x) if backend == "fla" else _why_not_cpu(x, native) if backend == "cpu" else None
-    if reason:
-        raise ValueError(f"backend={backend!r} cannot be used here: {reason}")
-    return backend
-
-
-def _why_not_fla(x: Tensor) -> str | None:
-    if x.device.type != "cuda":
-        return f"FLA's kernels need tensors on a GPU, this one is on {x.device}"
-    if x.dtype == torch.float64:
-        return "FLA's kernels do not compute in float64"
-    if find_spec("fla") is None:
-        return "FLA is not installed (pip install 'momentum-deltanet[fla]')"
-    return None
-
-
-def _why_not_cpu(x: Tensor, native: bool) -> str | None:
-    if not native:
-        return "the native kernel has no decay per key dimension"
-    if not hasattr(native_kernel(), "first_order_forward"):
-        return "this build of the native kernel has no first-order rules"
-    return why_not("cpu", x)
+    return resolve(backend, x, "gated_delta_rule" if native else "kda")
 
 
 def native_kernel() -> ModuleType:
-    return backend_module("cpu")
+    return backend_module("cpu", "scalar decay")
 
 
 def call_fla(

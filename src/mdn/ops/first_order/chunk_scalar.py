@@ -32,7 +32,7 @@ from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order.inputs import FirstOrderTensors, PreparedTensors, expand_heads, without_autocast
 from mdn.ops.first_order.layout import chunk_layout
 from mdn.ops.first_order.state_scan import state_scan
-from mdn.ops.momentum_delta_rule.options import RuleOptions
+from mdn.ops.momentum.interface import RuleOptions
 
 
 def chunk_scalar_decay(

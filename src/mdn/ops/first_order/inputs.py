@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.l2norm import l2norm
-from mdn.ops.momentum_delta_rule.validation import check_state_indices
+from mdn.ops.momentum.checks import check_state_indices
 
 
 class FirstOrderTensors(NamedTuple):

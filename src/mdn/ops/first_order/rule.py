@@ -19,8 +19,8 @@ from mdn.ops.first_order.chunk_vector import chunk_vector_decay
 from mdn.ops.first_order.guards import Computed, contain_damage, refuse_transforms
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors, PreparedTensors
 from mdn.ops.first_order.reference import recurrent_form, step_
-from mdn.ops.momentum_delta_rule.options import RuleOptions
-from mdn.ops.momentum_delta_rule.validation import check_scale
+from mdn.ops.momentum.interface import RuleOptions
+from mdn.ops.momentum.checks import check_scale
 
 
 class SharedArguments(NamedTuple):

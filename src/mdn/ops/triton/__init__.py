@@ -1,35 +1,29 @@
 """The Triton backend of the momentum delta rule: `forward`, `backward` and `step_` for GPU tensors.
 
-Importing this package does not import Triton; the first call does. What each kernel does: docs/kernels.md.
+Importing this package does not import Triton; the first use of one of the three does. What each kernel does:
+docs/kernels.md.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from mdn.ops.triton.availability import why_unavailable, why_unsupported
+
+if TYPE_CHECKING:
+    from mdn.ops.triton.chunkwise import backward, forward
+    from mdn.ops.triton.decode import step_
 
 __all__ = ["backward", "forward", "step_", "why_unavailable", "why_unsupported"]
 
 
-def forward(*arguments, **keywords) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, boundaries, options, save_residual) ->
-    (o, final_state, residual)"""
-    from mdn.ops.triton import chunkwise
+def __getattr__(name: str) -> Any:
+    if name in ("forward", "backward"):
+        from mdn.ops.triton import chunkwise
 
-    return chunkwise.forward(*arguments, **keywords)
+        return getattr(chunkwise, name)
+    if name == "step_":
+        from mdn.ops.triton import decode
 
-
-def backward(*arguments, **keywords) -> tuple[Tensor | None, ...]:
-    """(grad_o, grad_final_state, q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, residual, boundaries,
-    options) -> (dq, dk, dv, dp, dlog_alpha, dlog_mu, dbeta, deta, dinitial_state)"""
-    from mdn.ops.triton import chunkwise
-
-    return chunkwise.backward(*arguments, **keywords)
-
-
-def step_(*arguments, **keywords) -> Tensor:
-    """(q, k, v, p, log_alpha, log_mu, beta, eta, S, M, state_indices, options) -> o; S and M change in place."""
-    from mdn.ops.triton import decode
-
-    return decode.step_(*arguments, **keywords)
+        return decode.step_
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

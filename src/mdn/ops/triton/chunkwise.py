@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.momentum.interface import ForwardResult, RuleOptions, RuleTensors
 from mdn.ops.triton.availability import why_unsupported
 from mdn.ops.triton.backward_gates import backward_gates_kernel
 from mdn.ops.triton.backward_inputs import backward_inputs_kernel
@@ -33,16 +35,17 @@ class Pass:
 
     q: Tensor
     v: Tensor
-    boundaries: Any
-    options: Any
+    boundaries: SequenceBoundaries | None
+    options: RuleOptions
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        packed = self.boundaries is not None
+        boundaries = self.boundaries
+        packed = boundaries is not None
         precision, solve_precision = precisions(self.q)
         self.arguments.update(
-            cu_seqlens=self.boundaries.cu_seqlens if packed else None,
-            chunk_indices=self.boundaries.chunk_indices(self.options.chunk_size) if packed else None,
+            cu_seqlens=None if boundaries is None else boundaries.cu_seqlens,
+            chunk_indices=None if boundaries is None else boundaries.chunk_indices(self.options.chunk_size),
             time=self.q.shape[1],
             sequences=self.sequences,
             plane=self.tokens * self.value_heads,
@@ -157,15 +160,15 @@ def prepare(current: Pass, with_gamma: bool) -> None:
 
 
 def forward(
-    q, k, v, p, log_alpha, log_mu, beta, eta, initial_state, boundaries, options, save_residual
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(o, final_state, residual): see docs/architecture.md."""
+    tensors: RuleTensors, boundaries: SequenceBoundaries | None, options: RuleOptions, save_residual: bool
+) -> ForwardResult:
+    """The forward pass of a backend, as `mdn.ops.momentum.interface` describes it."""
+    q, v = tensors.q, tensors.v
     reason = why_unsupported(q, v, options.chunk_size)
     if reason is not None:
         raise ValueError(reason)
     current = Pass(q, v, boundaries, options)
-    current.add(q=q, k=k, v=v, p=p, initial_state=initial_state)
-    current.add(log_alpha=log_alpha, log_mu=log_mu, beta=beta, eta=eta)
+    current.add(**tensors._asdict())
     prepare(current, with_gamma=False)
 
     state_shape = (2, current.sequences, current.value_heads, q.shape[-1], v.shape[-1])
@@ -176,35 +179,25 @@ def forward(
     )
     current.launch_per_sequence(forward_states_kernel)
     o, final_state, residual = current.take("o", "final_state", "residual")
-    return o, final_state, v.new_empty(0) if residual is None else residual
+    return ForwardResult(o, final_state, current.empty(0, dtype=v.dtype) if residual is None else residual)
 
 
 def backward(
-    grad_o,
-    grad_final_state,
-    q,
-    k,
-    v,
-    p,
-    log_alpha,
-    log_mu,
-    beta,
-    eta,
-    initial_state,
-    residual,
-    boundaries,
-    options,
-) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv, dp, dlog_alpha, dlog_mu, dbeta, deta, dinitial_state): see docs/architecture.md."""
+    grad_o: Tensor,
+    grad_final_state: Tensor | None,
+    tensors: RuleTensors,
+    residual: Tensor,
+    boundaries: SequenceBoundaries | None,
+    options: RuleOptions,
+) -> RuleTensors:
+    """Gradients of all inputs, as `mdn.ops.momentum.interface` describes them."""
+    q, v = tensors.q, tensors.v
     current = Pass(q, v, boundaries, options)
-    current.add(q=q, k=k, p=p, residual=residual, initial_state=initial_state)
-    current.add(log_alpha=log_alpha, log_mu=log_mu, beta=beta, eta=eta)
+    current.add(**tensors._asdict(), residual=residual)
     current.add(grad_o=grad_o.to(v.dtype), grad_final_state=grad_final_state)
-    current.add(dv=current.empty(*v.shape, dtype=v.dtype))
-    given = {"q": q, "k": k, "p": p, "log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta}
-    for name, tensor in given.items():
-        current.add(**{"d" + name: None if tensor is None else current.empty(*tensor.shape, dtype=tensor.dtype)})
-    current.add(grad_initial_state=None if initial_state is None else torch.empty_like(initial_state))
+    for name, tensor in tensors._asdict().items():
+        gradient = "grad_initial_state" if name == "initial_state" else "d" + name
+        current.add(**{gradient: None if tensor is None else current.empty(*tensor.shape, dtype=tensor.dtype)})
     prepare(current, with_gamma=True)
 
     current.add(states=current.empty_states(), state_gradients=current.empty_states())
@@ -218,4 +211,5 @@ def backward(
     current.add(sums=current.empty_vectors(7), overlaps=current.empty_per_chunk(4, dtype=current.compute_dtype))
     current.launch_per_chunk(backward_inputs_kernel, q.shape[2])
     current.launch_per_chunk(backward_gates_kernel, current.value_heads)
-    return current.take("dq", "dk", "dv", "dp", "dlog_alpha", "dlog_mu", "dbeta", "deta", "grad_initial_state")
+    names = ("dq", "dk", "dv", "dp", "dlog_alpha", "dlog_mu", "dbeta", "deta", "grad_initial_state")
+    return RuleTensors(*current.take(*names))

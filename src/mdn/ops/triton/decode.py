@@ -6,11 +6,14 @@ No tuning and no host synchronisation, so the step can be captured in a CUDA gra
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 from mdn.ops.triton.availability import why_unsupported
 from mdn.ops.triton.blocks import L2NORM_EPS
 from mdn.ops.triton.launcher import launch
@@ -101,26 +104,26 @@ def decode_kernel(
     tl.store(o + value_row * V + columns, out.to(o.dtype.element_ty), mask=inside)
 
 
-def step_(q, k, v, p, log_alpha, log_mu, beta, eta, S, M, state_indices, options) -> Tensor:
+def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tensor:
     """One token of every row; updates S and M in place and returns o [B, HV, V].
 
     Rows whose slot lies outside S and M are skipped: no state changes and their o is zero.
     """
+    q, v = tensors.q, tensors.v
     reason = why_unsupported(q, v)
     if reason is not None:
         raise ValueError(reason)
-    for name, state in (("S", S), ("M", M)):
-        if state.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {state.stride()}")
+    for name, x in (("S", state.S), ("M", state.M)):
+        if x.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
     batch, heads, key_dim = q.shape
     value_heads, value_dim = v.shape[1:]
     o = torch.empty(batch, value_heads, value_dim, dtype=v.dtype, device=v.device)
-    tile = choose_tile("decode", key_dim, value_dim, S.element_size(), target_of(q.device))
-    arguments = {"q": q, "k": k, "p": p, "v": v, "log_alpha": log_alpha, "log_mu": log_mu, "beta": beta, "eta": eta}
-    arguments = {name: None if tensor is None else tensor.contiguous() for name, tensor in arguments.items()}
-    arguments |= {"S": S, "M": M, "slots": S.shape[0], "state_indices": state_indices, "o": o, "scale": options.scale}
-    arguments |= zip(("s_slot_stride", "s_head_stride", "s_row_stride"), S.stride()[:3])
-    arguments |= zip(("m_slot_stride", "m_head_stride", "m_row_stride"), M.stride()[:3])
+    tile = choose_tile("decode", key_dim, value_dim, state.S.element_size(), target_of(q.device))
+    arguments: dict[str, Any] = {name: None if x is None else x.contiguous() for name, x in tensors._asdict().items()}
+    arguments |= state._asdict() | {"slots": state.S.shape[0], "o": o, "scale": options.scale}
+    arguments |= zip(("s_slot_stride", "s_head_stride", "s_row_stride"), state.S.stride()[:3])
+    arguments |= zip(("m_slot_stride", "m_head_stride", "m_row_stride"), state.M.stride()[:3])
     arguments |= {"H": heads, "HV": value_heads, "K": key_dim, "V": value_dim}
     arguments |= {"BK": power_of_two(key_dim), "BV": tile.value_block}
     arguments |= {"L2NORM": options.l2norm, "P_TIMES_ALPHA": options.p_times_alpha}

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from mdn.ops import recurrent_momentum_delta_rule
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.momentum_delta_rule.options import RuleOptions
+from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 from mdn.ops.triton import backward, forward, step_, why_unavailable
 from mdn.ops.triton.availability import interpreting
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-NAMES = ("q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta")
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ CASES = (
 )
 
 
-def make_inputs(case: Case, device: torch.device) -> list[Tensor | None]:
+def make_inputs(case: Case, device: torch.device) -> RuleTensors:
     """q, k, v, p and hostile gates: hard zeros, ones and everything between."""
     generator = torch.Generator().manual_seed(0)
 
@@ -73,7 +72,8 @@ def make_inputs(case: Case, device: torch.device) -> list[Tensor | None]:
         p,
     ]
     narrow = [None if x is None else x.to(case.dtype).to(device) for x in tensors]
-    return [*narrow, *(x.to(device) for x in (log_alpha, log_mu, 0.5 * gate(), 1.5 * gate()))]
+    gates = [x.to(device) for x in (log_alpha, log_mu, 0.5 * gate(), 1.5 * gate())]
+    return RuleTensors(*narrow, *gates)  # type: ignore[arg-type]
 
 
 def definition(named: dict[str, Any], boundaries: SequenceBoundaries | None = None) -> tuple[Tensor, Tensor]:
@@ -83,10 +83,10 @@ def definition(named: dict[str, Any], boundaries: SequenceBoundaries | None = No
     return o, final_state
 
 
-def exact(inputs: list[Tensor | None], state: Tensor, case: Case, cotangents: tuple[Tensor, Tensor]) -> list[Tensor]:
+def exact(inputs: RuleTensors, case: Case, cotangents: tuple[Tensor, Tensor]) -> list[Tensor]:
     """Outputs and gradients of the float64 recurrence, on the CPU: an independent path."""
-    leaves = [None if x is None else x.double().cpu().requires_grad_() for x in (*inputs, state)]
-    named = {name: leaf for name, leaf in zip((*NAMES, "initial_state"), leaves) if leaf is not None}
+    given = {name: x for name, x in inputs._asdict().items() if x is not None}
+    named = {name: x.double().cpu().requires_grad_() for name, x in given.items()}
     boundaries = None if case.lengths is None else SequenceBoundaries.from_lengths(case.lengths)
     o, final_state = definition(named, boundaries)
     loss = (o * cotangents[0].double().cpu()).sum() + (final_state * cotangents[1].double().cpu()).sum()
@@ -95,7 +95,6 @@ def exact(inputs: list[Tensor | None], state: Tensor, case: Case, cotangents: tu
 
 def run_case(case: Case, device: torch.device) -> float:
     """The largest relative error over outputs, final states and all gradients."""
-    inputs = make_inputs(case, device)
     sequences = 1 if case.lengths is None else len(case.lengths)
     generator = torch.Generator().manual_seed(1)
     shape = (2, sequences, case.value_heads, case.key_dim, case.value_dim)
@@ -104,10 +103,11 @@ def run_case(case: Case, device: torch.device) -> float:
     grad_o = torch.randn(value_shape, generator=generator).to(case.dtype).to(device)
     boundaries = None if case.lengths is None else SequenceBoundaries.from_lengths(case.lengths, device)
     options = RuleOptions(scale=case.key_dim**-0.5, chunk_size=case.chunk_size)
-    o, final_state, residual = forward(*inputs, state, boundaries, options, True)
-    gradients = backward(grad_o, grad_state, *inputs, state, residual, boundaries, options)
+    inputs = make_inputs(case, device)._replace(initial_state=state)
+    o, final_state, residual = forward(inputs, boundaries, options, True)
+    gradients = backward(grad_o, grad_state, inputs, residual, boundaries, options)
     found = [o, final_state, *(gradient for gradient in gradients if gradient is not None)]
-    return largest_error(found, exact(inputs, state, case, (grad_o, grad_state)))
+    return largest_error(found, exact(inputs, case, (grad_o, grad_state)))
 
 
 def run_decode(dtype: torch.dtype, device: torch.device) -> float:
@@ -115,14 +115,13 @@ def run_decode(dtype: torch.dtype, device: torch.device) -> float:
     case = Case("decode", dtype, 2, 2, 4, 128, 128)
     inputs = make_inputs(case, device)
     state = torch.randn(2, 3, 4, 128, 128, generator=torch.Generator().manual_seed(2)).to(device)
-    named = {name: x.double().cpu() for name, x in zip(NAMES, inputs) if x is not None}
+    named = {name: x.double().cpu() for name, x in inputs._asdict().items() if x is not None}
     start = state[:, 1:2].double().cpu()
     o, final = definition(named | {"initial_state": start})
     slots = torch.tensor([1], device=device)
     options = RuleOptions(scale=128**-0.5)
-    found = [
-        step_(*(None if x is None else x[:, t] for x in inputs), state[0], state[1], slots, options) for t in range(2)
-    ]
+    tokens = [RuleTensors(*(None if x is None else x[:, t] for x in inputs)) for t in range(2)]  # type: ignore[arg-type]
+    found = [step_(token, StepState(state[0], state[1], slots), options) for token in tokens]
     return largest_error([torch.stack(found, dim=1), state[:, 1:2]], [o, final])
 
 

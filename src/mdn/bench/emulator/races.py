@@ -1,0 +1,132 @@
+"""Shared-memory race detector: remembers the last accesses of every granule and what has ordered threads since.
+
+Two accesses to one granule by different threads, at least one of them a write, need a CTA barrier between them, or a
+warp barrier (``bar.warp.sync``) if both threads are in one warp. What wgmma reads must also be followed by a proxy
+fence of its writer, and stays in use until ``wgmma.wait_group``. Bytes of a ``cp.async`` must not be read before the
+wait.
+
+Epochs count barriers: an access is ordered before another exactly if their epochs differ. So a missing barrier is
+reported whatever order the emulator happened to run the warps in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+GRANULE = 2  # bytes: the smallest element that Triton stores to shared memory
+Array = NDArray[Any]
+
+
+class RaceDetector:
+    def __init__(self, threads: int, ctas: int, shared_bytes: int):
+        self.threads, lanes, granules = threads, threads * ctas, shared_bytes // GRANULE
+        self.found: Counter[str] = Counter()  # description -> times
+        self.cta_epoch = np.zeros(ctas, np.int32)
+        self.warp_epoch = np.zeros(lanes // 32, np.int32)
+        self.fences = np.zeros(lanes, np.int32)  # proxy fences that each thread has executed
+        # Last write: by whom and when. Last reads: the warps of the CTA epoch, and one thread of the warp epoch.
+        self.writer, self.write_fences = np.zeros(granules, np.int32), np.zeros(granules, np.int32)
+        self.write_epoch, self.write_warp_epoch = np.full(granules, -1, np.int32), np.full(granules, -1, np.int32)
+        self.reader, self.read_warps = np.zeros(granules, np.int32), np.zeros(granules, np.uint32)
+        self.read_epoch, self.read_warp_epoch = np.full(granules, -1, np.int32), np.full(granules, -1, np.int32)
+        self.written, self.in_flight = np.zeros(granules, bool), np.zeros(granules, bool)
+        self.used_by_wgmma = np.zeros(granules, np.int16)
+
+    # ---------------------------------------------------------------- what orders accesses
+
+    def cta_barrier(self, arrived: Array) -> None:
+        """``arrived`` [ctas]: whose threads have all reached the barrier."""
+        self.cta_epoch[arrived] += 1
+        self.warp_epoch += np.repeat(arrived, self.threads // 32)
+
+    def warp_barrier(self, warps: Array) -> None:
+        self.warp_epoch += warps
+
+    def proxy_fence(self, lanes: Array) -> None:
+        self.fences[lanes] += 1
+
+    # ---------------------------------------------------------------- accesses
+
+    def read(self, offsets: Array, lanes: Array, width: int, where: str) -> None:
+        at, lanes = self._granules(offsets, lanes, width)
+        epoch, warp_epoch, warp = self._now(lanes)
+        self._check_data(at, where)
+        recent = self.write_epoch[at] == epoch
+        same_warp = self.writer[at] // 32 == lanes // 32
+        self._report(recent & ~same_warp, "read after write without a barrier", where)
+        unordered = recent & same_warp & (self.writer[at] != lanes) & (self.write_warp_epoch[at] == warp_epoch)
+        self._report(unordered, "read after write in a warp without bar.warp.sync", where)
+        self._remember_read(at, lanes, epoch, warp_epoch, np.uint32(1) << warp)
+
+    def read_by_wgmma(self, offsets: Array, group: int, width: int, where: str) -> Array:
+        """Four warps read together through the asynchronous proxy. Returns the granules, in use until ``release``."""
+        at, lanes = self._granules(offsets, np.full(len(offsets), group * 128), width)
+        epoch, warp_epoch, warp = self._now(lanes)
+        self._check_data(at, where)
+        self._report(self.write_epoch[at] == epoch, "wgmma reads what was written without a barrier since", where)
+        unfenced = self.fences[self.writer[at]] <= self.write_fences[at]
+        self._report(unfenced, "wgmma reads what no proxy fence has followed", where)
+        self._remember_read(at, lanes, epoch, warp_epoch, np.uint32(15) << warp)
+        at = np.unique(at)
+        self.used_by_wgmma[at] += 1
+        return at
+
+    def release(self, granules: Array) -> None:
+        self.used_by_wgmma[granules] -= 1
+
+    def write(self, offsets: Array, lanes: Array, width: int, where: str, in_flight: bool = False) -> None:
+        at, lanes = self._granules(offsets, lanes, width)
+        epoch, warp_epoch, warp = self._now(lanes)
+        self._report(self.in_flight[at], "write to bytes of a copy in flight", where)
+        self._report(self.used_by_wgmma[at] > 0, "write to bytes that a wgmma in flight reads", where)
+        recent = self.write_epoch[at] == epoch
+        other_warp = self.writer[at] // 32 != lanes // 32
+        self._report(recent & other_warp, "write after write without a barrier", where)
+        read_recently = self.read_epoch[at] == epoch
+        others = self.read_warps[at] & ~(np.uint32(1) << warp)
+        self._report(read_recently & (others != 0), "write after read without a barrier", where)
+        same_warp = (self.reader[at] // 32 == lanes // 32) & (self.reader[at] != lanes)
+        unordered = read_recently & same_warp & (self.read_warp_epoch[at] == warp_epoch)
+        self._report(unordered, "write after read in a warp without bar.warp.sync", where)
+        self._remember_write(at, lanes, epoch, warp_epoch, in_flight)
+
+    def land(self, offsets: Array, lanes: Array, width: int) -> None:
+        """A copy has been waited for: its bytes count as written now, by the thread that waited."""
+        at, lanes = self._granules(offsets, lanes, width)
+        epoch, warp_epoch, _ = self._now(lanes)
+        self._remember_write(at, lanes, epoch, warp_epoch, in_flight=False)
+
+    # ---------------------------------------------------------------- helpers
+
+    @staticmethod
+    def _granules(offsets: Array, lanes: Array, width: int) -> tuple[Array, Array]:
+        steps = np.arange(0, max(width, GRANULE), GRANULE)
+        return ((offsets[:, None] + steps) // GRANULE).ravel(), np.repeat(lanes, len(steps))
+
+    def _now(self, lanes: Array) -> tuple[Array, Array, Array]:
+        """Epochs of the lanes' CTAs and warps, and the number of each lane's warp inside its CTA."""
+        warp = (lanes % self.threads // 32).astype(np.uint32)
+        return self.cta_epoch[lanes // self.threads], self.warp_epoch[lanes // 32], warp
+
+    def _check_data(self, at: Array, where: str) -> None:
+        self._report(~self.written[at] & ~self.in_flight[at], "read of bytes that were never written", where)
+        self._report(self.in_flight[at], "read of bytes of a copy in flight", where)
+
+    def _remember_read(self, at: Array, lanes: Array, epoch: Array, warp_epoch: Array, warps: Array) -> None:
+        self.read_warps[at[self.read_epoch[at] != epoch]] = 0
+        np.bitwise_or.at(self.read_warps, at, warps)
+        self.reader[at], self.read_epoch[at], self.read_warp_epoch[at] = lanes, epoch, warp_epoch
+
+    def _remember_write(self, at: Array, lanes: Array, epoch: Array, warp_epoch: Array, in_flight: bool) -> None:
+        self.writer[at], self.write_epoch[at], self.write_warp_epoch[at] = lanes, epoch, warp_epoch
+        self.write_fences[at] = self.fences[lanes]
+        self.in_flight[at] = in_flight
+        self.written[at] = True
+
+    def _report(self, bad: Array, what: str, where: str) -> None:
+        if bad.any():
+            self.found[f"{what}: {where}"] += 1

@@ -1,0 +1,232 @@
+"""The public functions of the momentum delta rule: arguments checked here, work done by a backend.
+
+Shapes: q, k, p [B, T, H, K]; v, o [B, T, HV, V] (HV a multiple of H); gates [B, T, HV]; states [2, N, HV, K, V], S
+then M, where N is B, or the number of sequences in ``cu_seqlens``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mdn.ops import backends
+from mdn.ops.boundaries import SequenceBoundaries, num_sequences
+from mdn.ops.momentum import checks, custom_op
+from mdn.ops.momentum.interface import MomentumOutput, RuleOptions, RuleTensors, StepState, compute_dtype
+from mdn.ops.momentum.recurrent import recurrent_form
+from mdn.ops.momentum.step import step_function
+
+# Below this many tokens a plain loop beats the chunk form's set-up.
+LOOP_AT_MOST = 8
+
+
+def chunk_momentum_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor,
+    log_mu: Tensor,
+    p: Tensor | None = None,
+    beta: Tensor | None = None,
+    eta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_p_times_alpha: bool = True,
+    chunk_size: int = 64,
+    *,
+    backend: str = "auto",
+    check_gates: bool = True,
+) -> MomentumOutput:
+    """The stepwise momentum delta rule, computed chunk by chunk, exact for every gate value.
+
+    Args:
+        q, k: queries and keys ``[B, T, H, K]``.
+        v: values ``[B, T, HV, V]``; HV may be a multiple of H, value head j reads key head ``j // (HV // H)``.
+        log_alpha, log_mu: logs of the decays of the fast weight and of the momentum, ``<= 0``; ``-inf`` is a hard zero.
+        p: what the state is probed with before a write; None means k.
+        beta, eta: step size and momentum input, ``>= 0``; None means ones. All gates are ``[B, T, HV]``.
+        scale: factor on the output, ``K ** -0.5`` unless given.
+        initial_state: ``[2, N, HV, K, V]`` (S, then M) or the pair (S, M), float32, or float64 for float64 inputs; None
+            means zeros.
+        output_final_state: also return the state after the last token of every sequence.
+        cu_seqlens: cumulative lengths ``[N + 1]`` of sequences packed into one row (B == 1), or ``SequenceBoundaries``.
+        use_qk_l2norm_in_kernel: L2-normalise q, k and p first.
+        use_p_times_alpha: multiply p by alpha, so that the error is taken at the decayed state.
+        chunk_size: largest chunk, 1 to 256; affects speed only (a backend may use a smaller one).
+        backend: ``auto``, ``torch``, ``cpu`` or ``triton``; a backend asked for by name never falls back.
+        check_gates: raise for gates out of range (CPU tensors only: it reads values).
+
+    Returns:
+        ``o [B, T, HV, V]`` and the final state, or None.
+    """
+    checks.check_chunk_size(chunk_size)
+    tensors = _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
+    boundaries = _check(tensors, cu_seqlens)
+    chosen = backends.resolve(backend, q, v=v)
+    chunk_size = backends.chunk_size_for(chosen, chunk_size)
+    options = RuleOptions(checks.check_scale(scale, q), chunk_size, use_qk_l2norm_in_kernel, use_p_times_alpha)
+    result = custom_op.forward(tensors, boundaries, options, check_gates, chosen)
+    return MomentumOutput(result.o, result.final_state if output_final_state else None)
+
+
+def recurrent_momentum_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor,
+    log_mu: Tensor,
+    p: Tensor | None = None,
+    beta: Tensor | None = None,
+    eta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_p_times_alpha: bool = True,
+) -> MomentumOutput:
+    """The definition: a plain differentiable loop over tokens. Arguments as in ``chunk_momentum_delta_rule``."""
+    return _loop(
+        _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state),
+        scale,
+        output_final_state,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        use_p_times_alpha,
+        block_size=1,
+    )
+
+
+def blockwise_momentum_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor,
+    log_mu: Tensor,
+    p: Tensor | None = None,
+    beta: Tensor | None = None,
+    eta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_p_times_alpha: bool = True,
+    block_size: int = 64,
+) -> MomentumOutput:
+    """What the paper argues against: every error in a block is taken at the state that began the block.
+
+    ``block_size=1`` is the stepwise rule. Training with larger blocks and decoding token by token is the mismatch that
+    the paper names; this op exists to measure it. Blocks are counted from the start of each sequence.
+    """
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
+    return _loop(
+        _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state),
+        scale,
+        output_final_state,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        use_p_times_alpha,
+        block_size,
+    )
+
+
+def fused_recurrent_momentum_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor,
+    log_mu: Tensor,
+    p: Tensor | None = None,
+    beta: Tensor | None = None,
+    eta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_p_times_alpha: bool = True,
+    *,
+    backend: str = "auto",
+    check_gates: bool = True,
+) -> MomentumOutput:
+    """For short inputs: token by token in place when no gradient is asked for, else the chunk form.
+
+    Arguments as in ``chunk_momentum_delta_rule``.
+    """
+    tensors = _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
+    short = cu_seqlens is None and q.dim() == 4 and 0 < q.shape[1] <= LOOP_AT_MOST
+    if not short or custom_op.wants_gradients(tensors) or custom_op.is_followed(tensors):
+        return chunk_momentum_delta_rule(
+            *(q, k, v, log_alpha, log_mu, p, beta, eta, scale, initial_state, output_final_state, cu_seqlens),
+            *(use_qk_l2norm_in_kernel, use_p_times_alpha),
+            backend=backend,
+            check_gates=check_gates,
+        )
+    _check(tensors, None)
+    if check_gates:
+        checks.check_gate_values(tensors)
+    state = _own_state(tensors)
+    slots, outputs = StepState(state[0], state[1]), []
+    for t in range(q.shape[1]):
+        token = RuleTensors(*(None if x is None else x[:, t] for x in tensors.of_tokens))  # type: ignore[arg-type]
+        run = step_function(token, slots, scale, use_qk_l2norm_in_kernel, use_p_times_alpha, backend)
+        outputs.append(run(token, slots))
+    return MomentumOutput(torch.stack(outputs, dim=1), state if output_final_state else None)
+
+
+# ------------------------------------------------------------------------------------------------------------ shared
+
+
+def _bundle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    log_alpha: Tensor,
+    log_mu: Tensor,
+    beta: Tensor | None,
+    eta: Tensor | None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None,
+) -> RuleTensors:
+    beta, eta = checks.ones_if_none(beta, v), checks.ones_if_none(eta, v)
+    return RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, checks.stacked_state(initial_state))
+
+
+def _check(tensors: RuleTensors, cu_seqlens: Tensor | SequenceBoundaries | None) -> SequenceBoundaries | Tensor | None:
+    """Everything but values; returns the boundaries."""
+    checks.check_tensors(tensors, rank=4)
+    boundaries = checks.check_boundaries(cu_seqlens, tensors.q)
+    checks.check_initial_state(tensors, tensors.q.shape[0] if boundaries is None else num_sequences(boundaries))
+    return boundaries
+
+
+def _loop(
+    tensors: RuleTensors,
+    scale: float | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | SequenceBoundaries | None,
+    l2norm: bool,
+    p_times_alpha: bool,
+    block_size: int,
+) -> MomentumOutput:
+    boundaries = _check(tensors, cu_seqlens)
+    if isinstance(boundaries, Tensor):
+        boundaries = SequenceBoundaries.from_cu_seqlens(boundaries, tensors.q.shape[1])
+    checks.check_gate_values(tensors)
+    options = RuleOptions(checks.check_scale(scale, tensors.q), l2norm=l2norm, p_times_alpha=p_times_alpha)
+    with custom_op.own_precision(tensors.q):
+        o, state = recurrent_form(tensors, boundaries, options, block_size)
+    return MomentumOutput(o, state if output_final_state else None)
+
+
+def _own_state(tensors: RuleTensors) -> Tensor:
+    """[2, B, HV, K, V] to be updated in place: a copy of the initial state, or zeros."""
+    q, v, dtype = tensors.q, tensors.v, compute_dtype(tensors.q)
+    if tensors.initial_state is not None:
+        return tensors.initial_state.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return q.new_zeros(2, v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)

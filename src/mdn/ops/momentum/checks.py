@@ -1,0 +1,199 @@
+"""Checks of the arguments of the momentum delta rule: errors name the argument, what was given and what is expected."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.momentum.interface import RuleTensors, StepState, compute_dtype
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def ones_if_none(gate: Tensor | None, v: Tensor) -> Tensor:
+    """beta or eta; anything that is not a tensor is left for ``check_tensors`` to refuse."""
+    if gate is not None or not isinstance(v, Tensor):
+        return gate
+    return torch.ones(v.shape[:-1], dtype=compute_dtype(v), device=v.device)
+
+
+def check_tensors(tensors: RuleTensors, rank: int) -> None:
+    """Shapes, dtypes and devices of q, k, v, p ([..., H, D], ``rank`` dimensions) and the gates ([..., HV])."""
+    q, k, v, p, log_alpha, log_mu, beta, eta, _ = tensors
+    for name, x in tensors._asdict().items():
+        if name != "initial_state" and not isinstance(x, Tensor) and not (x is None and name == "p"):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    leading = "[B, T, H, D]" if rank == 4 else "[B, H, D]"
+    for name, x in (("q", q), ("k", k), ("v", v), ("p", p)):
+        if x is not None and x.dim() != rank:
+            raise ValueError(f"{name} must have shape {leading}, got {list(x.shape)}")
+    if k.shape != q.shape:
+        raise ValueError(f"k must have the shape of q, {list(q.shape)}, got {list(k.shape)}")
+    if p is not None and p.shape != k.shape:
+        raise ValueError(f"p must have the shape of k, {list(k.shape)}, got {list(p.shape)}")
+    if v.shape[:-2] != q.shape[:-2]:
+        raise ValueError(f"v must begin with {list(q.shape[:-2])} as q does, got {list(v.shape)}")
+    if v.shape[-2] == 0 or q.shape[-2] == 0 or v.shape[-2] % q.shape[-2]:
+        raise ValueError(f"v must have a multiple of the {q.shape[-2]} heads of q and k, got {v.shape[-2]} heads")
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"head dimensions must be positive, got {q.shape[-1]} for q, k and {v.shape[-1]} for v")
+    _check_dtypes_and_devices(tensors)
+    for name, gate in (("log_alpha", log_alpha), ("log_mu", log_mu), ("beta", beta), ("eta", eta)):
+        if gate.shape != v.shape[:-1]:
+            raise ValueError(f"{name} must have shape {list(v.shape[:-1])}, one per value head, got {list(gate.shape)}")
+
+
+def _check_dtypes_and_devices(tensors: RuleTensors) -> None:
+    q = tensors.q
+    for name, x in tensors._asdict().items():
+        if x is None or name == "initial_state":
+            continue
+        if x.dtype not in FLOATS:
+            raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+        if name in ("k", "v", "p") and x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+
+
+def state_pair(name: str, state: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """S and M of a stacked state or of the pair itself."""
+    if not isinstance(state, Tensor | tuple | list) or len(state) != 2:
+        given = f"shape {list(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
+        raise ValueError(f"{name} must be a tensor [2, slots, HV, K, V] or the pair (S, M), got {given}")
+    for letter, x in zip("SM", state):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a pair of tensors (S, M), but {letter} is {type(x).__name__}")
+    return state[0], state[1]
+
+
+def stacked_state(initial_state: Tensor | tuple[Tensor, Tensor] | None) -> Tensor | None:
+    """[2, N, HV, K, V] of a state or a pair (S, M); no copy when the pair are two parts of one tensor."""
+    if initial_state is None or isinstance(initial_state, Tensor):
+        return initial_state
+    S, M = state_pair("initial_state", initial_state)
+    if S.shape != M.shape or S.dtype != M.dtype or S.device != M.device:
+        raise ValueError(
+            "initial_state must be a pair (S, M) of the same shape, dtype and device, "
+            f"got {list(S.shape)} {S.dtype} {S.device} and {list(M.shape)} {M.dtype} {M.device}"
+        )
+    plain = (
+        not torch.compiler.is_compiling() and not (S.requires_grad or M.requires_grad) and type(S) is type(M) is Tensor
+    )
+    if plain and S.device.type != "meta" and S.stride() == M.stride():
+        distance = M.storage_offset() - S.storage_offset()
+        if distance > 0 and S.untyped_storage().data_ptr() == M.untyped_storage().data_ptr():
+            return S.as_strided((2, *S.shape), (distance, *S.stride()))
+    return torch.stack([S, M])
+
+
+def check_initial_state(tensors: RuleTensors, sequences: int) -> None:
+    q, v, state = tensors.q, tensors.v, tensors.initial_state
+    if state is None:
+        return
+    if not isinstance(state, Tensor):
+        raise ValueError(f"initial_state must be a torch.Tensor or the pair (S, M), got {type(state).__name__}")
+    expected = [2, sequences, v.shape[2], q.shape[3], v.shape[3]]
+    if list(state.shape) != expected:
+        raise ValueError(f"initial_state must have shape [2, N, HV, K, V] = {expected}, got {list(state.shape)}")
+    if state.device != q.device:
+        raise ValueError(f"initial_state must be on the device of q, {q.device}, got {state.device}")
+    if state.dtype not in FLOATS:
+        raise ValueError(f"initial_state must be float32 (float64 for float64 inputs), got {state.dtype}")
+
+
+def check_boundaries(cu_seqlens: Tensor | SequenceBoundaries | None, q: Tensor) -> SequenceBoundaries | Tensor | None:
+    """The boundaries as the one object that every backend gets; a tensor only where its values cannot be read now."""
+    if cu_seqlens is None:
+        return None
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs a packed row, B == 1, got B = {q.shape[0]}")
+    if not isinstance(cu_seqlens, Tensor | SequenceBoundaries):
+        raise ValueError(f"cu_seqlens must be a tensor or SequenceBoundaries, got {type(cu_seqlens).__name__}")
+    unreadable = torch.compiler.is_compiling() or (isinstance(cu_seqlens, Tensor) and cu_seqlens.device.type == "meta")
+    return cu_seqlens if unreadable else SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1])
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or not 1 <= chunk_size <= 256:
+        raise ValueError(f"chunk_size must be an integer from 1 to 256, got {chunk_size!r}")
+
+
+def check_scale(scale: float | None, q: Tensor) -> float:
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+    return float(scale)
+
+
+def check_step_state(state: StepState, tensors: RuleTensors) -> None:
+    """S and M must be [slots, HV, K, V] and such that they can be updated in place."""
+    q, v = tensors.q, tensors.v
+    slots = v.shape[0] if state.state_indices is None else state.S.shape[0]
+    expected = [slots, v.shape[1], q.shape[2], v.shape[2]]
+    for name, x in (("S", state.S), ("M", state.M)):
+        if list(x.shape) != expected:
+            raise ValueError(f"state must have shape [2, slots, HV, K, V]: {name} is {list(x.shape)}, not {expected}")
+        if x.dtype != compute_dtype(q):
+            raise ValueError(f"state must be {compute_dtype(q)} to be updated in place, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"state must be on the device of q, {q.device}, got {x.device}")
+        if _may_overlap(x):
+            raise ValueError(
+                f"state must not overlap itself to be updated in place: {name} has shape {list(x.shape)} and strides "
+                f"{list(x.stride())} (an expanded tensor; use .contiguous())"
+            )
+
+
+def _may_overlap(x: Tensor) -> bool:
+    """Whether two elements may share memory: not if every stride reaches beyond all smaller ones together."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def check_state_indices(state_indices: Tensor, S: Tensor, v: Tensor, read: bool) -> Tensor:
+    """The slots as int64; their values are read only for CPU tensors."""
+    if not isinstance(state_indices, Tensor) or state_indices.dtype not in (torch.int32, torch.int64):
+        given = state_indices.dtype if isinstance(state_indices, Tensor) else type(state_indices).__name__
+        raise ValueError(f"state_indices must be an int64 or int32 tensor, got {given}")
+    if state_indices.shape != v.shape[:1]:
+        raise ValueError(f"state_indices must have shape [{v.shape[0]}], got {list(state_indices.shape)}")
+    if state_indices.device != S.device:
+        raise ValueError(f"state_indices must be on the device of the state, {S.device}, got {state_indices.device}")
+    if read and S.device.type == "cpu" and not torch.compiler.is_compiling():
+        slots = state_indices.tolist()
+        outside = [slot for slot in slots if not 0 <= slot < S.shape[0]]
+        if outside:
+            raise ValueError(f"state_indices must lie in 0..{S.shape[0] - 1}, got {outside[0]}")
+        if len(set(slots)) < len(slots):
+            raise ValueError("state_indices must be distinct: two rows cannot update the same slot")
+    return state_indices.long()
+
+
+def check_gate_values(tensors: RuleTensors) -> None:
+    """Logs must be <= 0 (-inf is a hard zero), beta and eta >= 0, nothing NaN. Reads values, so not for GPUs and not
+    while compiling."""
+    if tensors.log_alpha.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    for name, gate in (("log_alpha", tensors.log_alpha), ("log_mu", tensors.log_mu)):
+        if not bool((gate <= 0).all()):  # false for NaN too
+            raise ValueError(f"{name} must be <= 0 (the log of a gate in [0, 1]), got {_worst(gate, largest=True)}")
+    for name, gate in (("beta", tensors.beta), ("eta", tensors.eta)):
+        if not bool(((gate >= 0) & (gate < float("inf"))).all()):
+            raise ValueError(f"{name} must be finite and >= 0, got {_worst(gate, largest=False)}")
+
+
+def _worst(gate: Tensor, largest: bool) -> str:
+    if bool(gate.isnan().any()):
+        return f"NaN in {int(gate.isnan().sum())} of {gate.numel()} places"
+    if bool((gate == float("inf")).any()):
+        return "inf"
+    return f"{(gate.max() if largest else gate.min()).item():.6g}"

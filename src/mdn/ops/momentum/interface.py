@@ -1,0 +1,98 @@
+"""What travels through the momentum delta rule: from the public functions through checks and dispatch to a backend.
+
+A backend is a module with three functions:
+
+    forward(tensors, boundaries, options, save_residual) -> ForwardResult
+    backward(grad_o, grad_final_state, tensors, residual, boundaries, options) -> RuleTensors    gradients
+    step_(tensors, state, options) -> o                                                          S and M change in place
+
+``boundaries`` is a ``SequenceBoundaries`` for a pack and None for a batch. ``grad_final_state`` is None for zeros. A
+gradient is None where the input is None, and otherwise has the input's shape and dtype. Every backend gives the
+residual as an empty tensor when it is not saved.
+
+Shape letters: B batch, T time, H key heads, HV value heads (a multiple of H), K and V head dimensions, N sequences
+(B, or the number of packed ones).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RuleTensors(NamedTuple):
+    """The tensors of one call, or their gradients. In a decode step there is no T and no initial state."""
+
+    q: Tensor
+    """[B, T, H, K]"""
+    k: Tensor
+    """[B, T, H, K]"""
+    v: Tensor
+    """[B, T, HV, V]"""
+    p: Tensor | None
+    """[B, T, H, K]: what the state is probed with; None means k"""
+    log_alpha: Tensor
+    """[B, T, HV], as are all gates"""
+    log_mu: Tensor
+    beta: Tensor
+    eta: Tensor
+    initial_state: Tensor | None = None
+    """[2, N, HV, K, V]: S, then M; None means zeros"""
+
+    @property
+    def of_tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
+        """Everything but the initial state: q, k, v, p and the gates."""
+        return self.q, self.k, self.v, self.p, self.log_alpha, self.log_mu, self.beta, self.eta
+
+
+class StepState(NamedTuple):
+    """What a decode step updates in place: row b works on slot ``state_indices[b]``, or on slot b without indices."""
+
+    S: Tensor
+    """[slots, HV, K, V]"""
+    M: Tensor
+    """[slots, HV, K, V]"""
+    state_indices: Tensor | None = None
+    """int64 [B]"""
+
+
+class ForwardResult(NamedTuple):
+    """What a backend's forward pass returns."""
+
+    o: Tensor
+    """[B, T, HV, V], dtype of v"""
+    final_state: Tensor
+    """[2, N, HV, K, V], compute dtype"""
+    residual: Tensor
+    """[B, T, HV, V]: the prediction errors, all that backward needs beside the inputs; empty when not saved"""
+
+
+class MomentumOutput(NamedTuple):
+    """What the public functions return."""
+
+    o: Tensor
+    """[B, T, HV, V]"""
+    final_state: Tensor | None
+    """[2, N, HV, K, V], or None when it was not requested"""
+
+
+@dataclass(frozen=True)
+class RuleOptions:
+    """The settings of one call that are not tensors."""
+
+    scale: float
+    """factor on the read-out, K ** -0.5 unless given"""
+    chunk_size: int = 64
+    """tokens per chunk; the result does not depend on it"""
+    l2norm: bool = True
+    """L2-normalise q, k and (if given) p"""
+    p_times_alpha: bool = True
+    """the error is read at the decayed state: p = alpha * p"""
+
+
+def compute_dtype(q: Tensor) -> torch.dtype:
+    """Coefficients, decays, solves and states: float64 for float64 inputs, float32 for everything else."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

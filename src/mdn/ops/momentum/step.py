@@ -1,0 +1,112 @@
+"""The decode step: one token for every row, the states updated in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdn.ops import backends
+from mdn.ops.momentum import checks, custom_op
+from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
+
+StepFunction = Callable[[RuleTensors, StepState], Tensor]
+
+
+def momentum_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor,
+    log_mu: Tensor,
+    p: Tensor | None = None,
+    beta: Tensor | None = None,
+    eta: Tensor | None = None,
+    state: Tensor | tuple[Tensor, Tensor] | None = None,
+    *,
+    scale: float | None = None,
+    state_indices: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_p_times_alpha: bool = True,
+    backend: str = "auto",
+    check_gates: bool = True,
+) -> Tensor:
+    """One token for every row, the state updated in place.
+
+    Args:
+        q, k, p: ``[B, H, K]``; v: ``[B, HV, V]``; gates: ``[B, HV]``. p None means k, beta and eta None mean ones.
+        state: required; ``[2, slots, HV, K, V]`` (S, then M), or the pair (S, M); float32, or float64 for float64
+            inputs.
+        state_indices: int64 or int32 ``[B]``, the slot of each row; None means row b uses slot b. Slots must be
+            distinct and exist: checked for CPU tensors; on a GPU, where reading them would stop the stream, Triton
+            skips a row whose slot does not exist (its o is zero).
+        check_gates: raise for gates out of range and for bad slots (CPU tensors only: it reads values).
+
+    Returns:
+        ``o [B, HV, V]``.
+    """
+    beta, eta = checks.ones_if_none(beta, v), checks.ones_if_none(eta, v)
+    tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta)
+    S, M = checks.state_pair("state", state)
+    if state_indices is not None:
+        state_indices = checks.check_state_indices(state_indices, S, v, read=check_gates)
+    slots = StepState(S, M, state_indices)
+    run = step_function(tensors, slots, scale, use_qk_l2norm_in_kernel, use_p_times_alpha, backend)
+    if check_gates:
+        checks.check_gate_values(tensors)
+    return run(tensors, slots)
+
+
+_PREPARED: dict[Any, StepFunction] = {}
+"""the steps that were checked before, by signature; emptied when it grows too long"""
+
+
+def step_function(
+    tensors: RuleTensors, state: StepState, scale: float | None, l2norm: bool, p_times_alpha: bool, backend: str
+) -> StepFunction:
+    """The step for tensors like these. Decoding repeats the same shapes; looking them up takes a fraction of the time
+    of checking them."""
+    if torch.compiler.is_compiling():
+        return _checked_step(tensors, state, scale, l2norm, p_times_alpha, backend)
+    settings = (scale, l2norm, p_times_alpha, backends.requested_backend(backend))
+    signature = (settings, *map(_signature, tensors), *map(_signature, state))
+    run = _PREPARED.get(signature)
+    if run is None:
+        run = _checked_step(tensors, state, scale, l2norm, p_times_alpha, backend)
+        if len(_PREPARED) >= 256:
+            _PREPARED.clear()
+        _PREPARED[signature] = run
+    return run
+
+
+def _signature(x: Tensor | None) -> tuple[Any, ...] | None:
+    """All of a tensor that the checks look at; of anything else its type."""
+    if x is None:
+        return None
+    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x),)
+
+
+def _checked_step(
+    tensors: RuleTensors, state: StepState, scale: float | None, l2norm: bool, p_times_alpha: bool, backend: str
+) -> StepFunction:
+    """Checks everything but values and binds what does not change."""
+    checks.check_tensors(tensors, rank=3)
+    checks.check_step_state(state, tensors)
+    options = RuleOptions(checks.check_scale(scale, tensors.q), l2norm=l2norm, p_times_alpha=p_times_alpha)
+    chosen = backends.resolve(backend, tensors.q, v=tensors.v)
+    if torch.compiler.is_compiling() or tensors.q.device.type == "meta":
+        flags = (options.scale, l2norm, p_times_alpha, chosen)
+        return lambda tensors, state: custom_op.momentum_delta_step(*tensors.of_tokens, *state, *flags)
+    module = backends.backend_module(chosen)
+    prepare = getattr(module, "prepared_step", None)
+    prepared: StepFunction | None = None if prepare is None else prepare(tensors, state, options)
+    if prepared is not None:
+        return prepared
+
+    def run(tensors: RuleTensors, state: StepState) -> Tensor:
+        with torch.no_grad(), custom_op.own_precision(tensors.q):
+            return module.step_(tensors, state, options)
+
+    return run

@@ -1,0 +1,85 @@
+"""The race detector: each missing barrier, wait or fence is reported, and correct code is not."""
+
+import numpy as np
+import pytest
+
+from emulator_cases import run
+
+TWO_WARPS = """
+  shl.b32 %r9, %r1, 2;
+  st.shared.b32 [%r9], %r1;
+  {first}
+  xor.b32 %r8, %r9, {partner};
+  ld.shared.b32 %r20, [%r8];
+  {second}
+  st.shared.b32 [%r9], %r20;
+  st.global.b32 [%rd6], %r20;
+"""
+
+
+def races(body: str, threads: int = 64) -> list[str]:
+    rows = np.zeros((threads, 1), np.uint32)
+    return sorted(run(body, rows, rows.copy(), threads=threads, shared_bytes=4096, check=True).races)
+
+
+def test_an_exchange_between_warps_needs_both_barriers():
+    both = TWO_WARPS.format(first="bar.sync 0;", second="bar.sync 0;", partner=128)
+    assert races(both) == []
+    missing_first = races(TWO_WARPS.format(first="", second="bar.sync 0;", partner=128))
+    assert missing_first
+    assert "read after write without a barrier" in missing_first[0]
+    missing_second = races(TWO_WARPS.format(first="bar.sync 0;", second="", partner=128))
+    assert missing_second
+    assert "write after read without a barrier" in missing_second[0]
+
+
+def test_an_exchange_inside_a_warp_needs_a_warp_barrier():
+    assert races(TWO_WARPS.format(first="bar.warp.sync -1;", second="bar.warp.sync -1;", partner=4)) == []
+    assert "bar.warp.sync" in races(TWO_WARPS.format(first="", second="bar.warp.sync -1;", partner=4))[0]
+    assert "bar.warp.sync" in races(TWO_WARPS.format(first="bar.warp.sync -1;", second="", partner=4))[0]
+
+
+def test_a_warp_barrier_does_not_order_two_warps():
+    assert races(TWO_WARPS.format(first="bar.warp.sync -1;", second="bar.sync 0;", partner=128))
+
+
+def test_reading_what_nobody_wrote_is_reported():
+    assert "never written" in races("mov.b32 %r9, 64; ld.shared.b32 %r20, [%r9];")[0]
+
+
+WGMMA = """
+  shl.b32 %r9, %r1, 5;
+  st.shared.v4.b32 [%r9], {{%r1, %r1, %r1, %r1}};
+  st.shared.v4.b32 [%r9 + 16], {{%r1, %r1, %r1, %r1}};
+  {fence}
+  {barrier}
+  mov.b64 %rd10, {descriptor};
+  wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r10, %r11, %r12, %r13}}, %rd10, %rd10, 0, 1, 1, 0, 0;
+  wgmma.commit_group.sync.aligned;
+  {wait}
+  bar.sync 0;
+  st.shared.v4.b32 [%r9], {{%r10, %r11, %r12, %r13}};
+  st.global.b32 [%rd6], %r10;
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "reported"),
+    [
+        (None, None),
+        ("fence", "no proxy fence"),
+        ("barrier", "without a barrier since"),
+        ("wait", "wgmma in flight reads"),
+    ],
+)
+def test_wgmma_needs_a_fence_a_barrier_and_a_wait(missing, reported):
+    parts = {
+        "fence": "fence.proxy.async.shared::cta;",
+        "barrier": "bar.sync 0;",
+        "wait": "wgmma.wait_group.sync.aligned 0;",
+    }
+    if missing:
+        parts[missing] = ""
+    descriptor = 8 << 16 | 16 << 32  # no swizzle, 8 x 16-byte atoms; leading 128, stride 256 bytes
+    found = races(WGMMA.format(descriptor=descriptor, **parts), threads=128)
+    assert (found == []) if missing is None else any(reported in race for race in found), found

@@ -1,0 +1,60 @@
+"""`mdn bench train`: equal sizes, ratios to attention from one run, memory that grows with what a step keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mdn.bench.train import BASELINE, Setting, equal_size_config, measure, peak_memory
+from mdn.cli import main
+from mdn.layers import MIXERS
+from mdn.models import MomentumDeltaNetForCausalLM
+
+SETTING = Setting(hidden_size=128, layers=1, vocab_size=64, tokens=64, lengths=(32, 64))
+
+
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_models_have_equally_many_parameters(mixer: str) -> None:
+    target = 400_000
+    with torch.device("meta"):
+        model = MomentumDeltaNetForCausalLM(equal_size_config(mixer, SETTING, target))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(target, rel=0.005)
+
+
+def test_ratios_are_speeds_relative_to_attention_at_the_same_length() -> None:
+    rows = measure(["momentum_deltanet"], SETTING, repeats=2, budget_seconds=5)
+    assert [(row.mixer, row.length) for row in rows] == [
+        (mixer, length) for length in SETTING.lengths for mixer in ("momentum_deltanet", BASELINE)
+    ]
+    for row in rows:
+        attention = next(other for other in rows if other.mixer == BASELINE and other.length == row.length)
+        assert row.ratio == pytest.approx(row.tokens_per_second / attention.tokens_per_second)
+        assert row.tokens_per_second == pytest.approx(64 / row.seconds)
+
+
+def test_peak_memory_sees_what_a_step_allocates_and_frees() -> None:
+    def step(megabytes: int) -> None:
+        torch.ones(megabytes << 18).add_(1)
+
+    assert peak_memory(lambda: step(64)) == pytest.approx(64 << 20, rel=0.2)
+    assert peak_memory(lambda: step(16)) == pytest.approx(16 << 20, rel=0.2)
+
+
+def test_the_command_writes_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--lengths", "32", "--tokens", "32", "--hidden-size", "64", "--layers", "1", "--repeats", "2"]
+    files = ["--json", str(tmp_path / "train.json"), "--plot", str(tmp_path / "train.png")]
+    assert main(["bench", "train", "--mixers", "gated_deltanet", *sizes, *files]) == 0
+    assert "gated_deltanet" in capsys.readouterr().out
+    assert {row["mixer"] for row in json.loads((tmp_path / "train.json").read_text())["rows"]} == {
+        "gated_deltanet",
+        "attention",
+    }
+    assert (tmp_path / "train.svg").stat().st_size > 0
+
+
+def test_an_unknown_mixer_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "train", "--mixers", "deltanett"]) == 2
+    assert "--mixers: unknown deltanett; expected some of momentum_deltanet" in capsys.readouterr().err
