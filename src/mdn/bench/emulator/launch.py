@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ from mdn.bench.emulator.execute import Counts, Program
 from mdn.bench.emulator.machine import GlobalMemory, HostBuffer
 from mdn.bench.emulator.ptx import parse
 
+Edit = Callable[[str, str], str]
 SCALARS: dict[str, Any] = {
     "i1": np.uint8,
     "i8": np.int8,
@@ -36,8 +37,9 @@ SHARED_LIMITS = {80: 166_912, 86: 101_376, 90: 232_448, 120: 101_376}
 class EmulatedGPU:
     """``check`` looks for races (about twice the time), ``count`` for memory traffic; both add up over launches."""
 
-    def __init__(self, target: str = "sm_80", check: bool = False, count: bool = False):
-        self.target, self.check, self.count = target, check, count
+    def __init__(self, target: str = "sm_80", check: bool = False, count: bool = False, edit: Edit | None = None):
+        """``edit(kernel name, PTX)`` may change the code before it runs: for tests that remove a barrier."""
+        self.target, self.check, self.count, self.edit = target, check, count, edit
         self._programs: dict[int, tuple[Any, Program]] = {}  # the compiled kernel is kept alive: its id is the key
 
     @property
@@ -55,7 +57,9 @@ class EmulatedGPU:
     def run(self, compiled: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         """``compiled``: what Triton's ``warmup`` returns; ``arguments``: all of the kernel's, by name."""
         if id(compiled) not in self._programs:
-            program = Program(parse(compiled.asm["ptx"]), compiled.metadata.shared, self.check, self.count)
+            text = compiled.asm["ptx"]
+            kernel = parse(text if self.edit is None else self.edit(compiled.metadata.name, text))
+            program = Program(kernel, compiled.metadata.shared, self.check, self.count)
             self._programs[id(compiled)] = compiled, program
         program = self._programs[id(compiled)][1]
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
