@@ -75,7 +75,7 @@ def transcribed(layer: MomentumDeltaNet, x: torch.Tensor, **fields) -> torch.Ten
             eta = 2 * sigmoid(e) if get("eta_activation") == "sigmoid" else 1 + torch.tanh(e)
             alpha = torch.exp(-layer.A_log[g].exp() * softplus(x[t] @ layer.a_proj.weight[h] + layer.dt_bias[h]))
             beta = sigmoid(x[t] @ layer.b_proj.weight[h])
-            if hasattr(layer, "log_factor"):
+            if layer.log_factor is not None:
                 theta = torch.atan(eta * layer.log_factor[g].exp())
                 alpha = alpha * (torch.cos(theta) ** 2 if get("bound_alpha", True) else 1)
                 beta = beta * (torch.sin(theta) ** 2 if get("bound_beta", True) else 1)
@@ -214,7 +214,7 @@ def test_the_gates_can_be_watched_by_a_hook_and_asked_for_directly():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mode": "parallel"}, "attn_mode"),
+        ({"mode": "parallel"}, "mode \\(attn_mode"),
         ({"expand_v": 1.3}, "expand_v"),
         ({"num_v_heads": 3}, "num_v_heads"),
         ({"tau_factor": 0.5}, "tau_factor"),

@@ -11,7 +11,7 @@ from transformers.models.mamba2 import modeling_mamba2 as mamba2
 
 from fla_on_cpu import fla_on_cpu  # noqa: F401
 from mdn.layers import MIXERS, TokenLayout
-from mdn.layers.initialisers import initialise
+from mdn.layers.init import initialise
 
 # our name -> (FLA's class, arguments of both)
 PAIRS = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from mdn.layers.initialisers import INITIALISERS, initialiser_name
+from mdn.layers.init import INITIALISERS, initialiser_name
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM, MomentumDeltaNetModel
 from mdn.models.info import load_config, model_facts
-from mdn.models.sources import shipped_configs
+from mdn.models.info import shipped_configs
 from small_models import MODELS, small_config, small_model, tokens
 
 # The authors' 400M file as they publish it, with every key it has.

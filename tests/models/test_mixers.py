@@ -7,7 +7,7 @@ import torch
 
 from mdn.layers import MIXERS, ChannelMixing
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
-from mdn.models.catalogue import all_facts, page
+from mdn.models.info import all_facts, page
 
 RECURRENT = sorted(set(MIXERS) - {"attention"})
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"

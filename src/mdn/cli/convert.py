@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from mdn.common.files import share
     from mdn.common.loading import resolve_model
-    from mdn.models.conversion import read_checkpoint, write_model
+    from mdn.models.convert import read_checkpoint, write_model
 
     source = Path(resolve_model(args.source)) if args.source.is_dir() else args.source
     conversion = read_checkpoint(source, progress=True)

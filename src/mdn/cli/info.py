@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _all(file: Path | None) -> None:
-    from mdn.models.catalogue import all_facts, page
+    from mdn.models.info import all_facts, page
 
     facts = all_facts(progress=True)
     print(page(facts), end="")

@@ -5,23 +5,20 @@
 """
 
 from mdn.layers.attention import Attention
-from mdn.layers.channel_mixing import ChannelMixing
+from mdn.layers.cache_access import LayerState
 from mdn.layers.comba import Comba
+from mdn.layers.conv import ShortConvolution
 from mdn.layers.deltanet import DeltaNet
 from mdn.layers.gated_deltanet import GatedDeltaNet
-from mdn.layers.gates import Gates, GateSettings, StabilityGates
 from mdn.layers.gla import GatedLinearAttention
 from mdn.layers.kda import KimiDeltaAttention
-from mdn.layers.layout import TokenLayout
 from mdn.layers.linear_attention import LinearAttention
 from mdn.layers.mamba2 import Mamba2
-from mdn.layers.mixer import Mixer
-from mdn.layers.momentum_deltanet import MomentumDeltaNet
+from mdn.layers.mixer import Mixer, ProjectedMixer, StateShape
+from mdn.layers.momentum_deltanet import Gates, GateSettings, MomentumDeltaNet, MomentumRule, StabilityGates
 from mdn.layers.norms import GatedRMSNorm, RMSNorm
-from mdn.layers.projected_mixer import ProjectedMixer
-from mdn.layers.rwkv7 import RWKV7Attention
-from mdn.layers.short_conv import ShortConvolution
-from mdn.layers.state import LayerState
+from mdn.layers.rwkv7 import ChannelMixing, RWKV7Attention
+from mdn.layers.token_layout import TokenLayout, make_layout
 
 MIXERS: dict[str, type[Mixer]] = {
     "momentum_deltanet": MomentumDeltaNet,
@@ -53,10 +50,13 @@ __all__ = [
     "Mamba2",
     "Mixer",
     "MomentumDeltaNet",
+    "MomentumRule",
     "ProjectedMixer",
     "RMSNorm",
     "RWKV7Attention",
     "ShortConvolution",
     "StabilityGates",
+    "StateShape",
     "TokenLayout",
+    "make_layout",
 ]

@@ -9,15 +9,15 @@ token see itself and the w - 1 tokens before it.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.layers.layout import TokenLayout
-from mdn.layers.mixer import Mixer
-from mdn.layers.state import LayerState
+from mdn.layers.cache_access import LayerState
+from mdn.layers.mixer import Mixer, StateShape
+from mdn.layers.token_layout import TokenLayout
 
 ATTENTION_KEYS = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")
 
@@ -35,13 +35,12 @@ class Attention(Mixer):
         rope_theta: float = 10000.0,
         layer_idx: int | None = None,
     ):
-        super().__init__()
-        self.layer_idx = layer_idx
+        super().__init__(hidden_size, layer_idx)
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if hidden_size % num_heads != 0:
+        if num_heads < 1 or hidden_size % num_heads != 0:
             raise ValueError(f"hidden_size must be a multiple of num_heads, got {hidden_size} and {num_heads}")
-        if num_heads % self.num_kv_heads != 0:
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads != 0:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {self.num_kv_heads}")
         if window_size is not None and window_size < 1:
             raise ValueError(f"window_size must be None or at least 1, got {window_size}")
@@ -56,10 +55,12 @@ class Attention(Mixer):
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     @classmethod
-    def from_config(cls, config: Any, layer_idx: int) -> Self:
+    def arguments_from(cls, config: Any, layer_idx: int) -> dict[str, Any]:
         """From ``config.attn`` for a hybrid's attention layer, else (mixer "attention") from the config itself."""
-        options = config.attention_options(layer_idx)
-        return cls(hidden_size=config.hidden_size, layer_idx=layer_idx, **options)
+        if config.is_hybrid_attention(layer_idx):
+            options = {key: value for key, value in config.attn.items() if key != "layers"}
+            return {"hidden_size": config.hidden_size, "layer_idx": layer_idx, **options}
+        return super().arguments_from(config, layer_idx)
 
     def mix(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
         heads = (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
@@ -72,7 +73,8 @@ class Attention(Mixer):
             o = self._attend_packed(q, k, v, layout)
         else:
             o = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
-        return self.o_proj(o.flatten(-2))
+        y: Tensor = self.o_proj(o.flatten(-2))
+        return y
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """``[B, H, T, d]``; without a mask: causal, in the window if there is one."""
@@ -95,14 +97,14 @@ class Attention(Mixer):
         """Appends the new columns to the cache and attends to all columns that are tokens."""
         time = layout.shape[1]
         keys, values = (layout.leave(x).transpose(1, 2) for x in (k, v))
-        keys, values = state.cache.update(keys, values, self.layer_idx)
+        keys, values = state.append_keys_and_values(keys, values, self.window_size)
         if layout.past_length == 0 and layout.key_mask is None:
             return self._attend(q.transpose(1, 2), keys, values).transpose(1, 2)
         if layout.past_length == 0 and layout.boundaries is not None:
             return self._attend_packed(q, k, v, layout)
         queries = layout.leave(q).transpose(1, 2)
         columns = keys.shape[2]
-        if time == 1 and layout.key_mask is None:
+        if time == 1 and layout.key_mask is None:  # the cache holds no column before the window
             return self._attend(queries, keys, values).transpose(1, 2)
         mask = causal_mask(time, columns, self.window_size, q.device)
         if layout.key_mask is not None:
@@ -112,9 +114,9 @@ class Attention(Mixer):
         o = self._attend(queries, keys, values, mask).transpose(1, 2)
         return layout.enter(o)
 
-    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    def state_shapes(self) -> dict[str, StateShape]:
         """Per token in the context (at most ``window_size - 1`` of them with a window)."""
-        return {"keys and values per token": ((2 * self.num_kv_heads, self.head_dim), None)}
+        return {"keys and values per token": StateShape((2 * self.num_kv_heads, self.head_dim), None)}
 
     def flops_per_token(self, context: int) -> int:
         seen = context if self.window_size is None else min(context, self.window_size)

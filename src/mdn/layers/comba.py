@@ -4,7 +4,7 @@
     o    = comba(l2norm(q), l2norm(k), v, l2norm(p), g, beta)
     y    = W_o (rmsnorm(o) * sigmoid(W_g x))
 
-As in FLA the rule normalises p too, so that `decay` acts on the correction of the query only.
+As in FLA the rule normalises p too, so that ``decay`` acts on the correction of the query only.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mdn.layers.first_order import Rule
-from mdn.layers.gated_deltanet import GatedDeltaNet
+from mdn.layers.mixer import ProjectedMixer, Rule, value_head_dim
+from mdn.layers.norms import GatedRMSNorm, RMSNorm
 from mdn.ops import first_order
+from mdn.ops.first_order.gates import log_decay_from, writing_strength
 
 
-class Comba(GatedDeltaNet):
+class Comba(ProjectedMixer):
     no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
-    config_fields: ClassVar[tuple[str, ...]] = (
-        *(name for name in GatedDeltaNet.config_fields if name != "allow_neg_eigval"),
-        "use_output_correction",
-    )
     chunk_rule: ClassVar[Rule] = first_order.chunk_comba
     step_rule: ClassVar[Rule] = first_order.comba_step
+    flops_per_entry: ClassVar[int] = 7  # probing 2, decay 1, writing 2, reading 2
 
     def __init__(
         self,
@@ -46,25 +44,38 @@ class Comba(GatedDeltaNet):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        sizes = hidden_size, expand_v, head_dim, num_heads, num_v_heads
         super().__init__(
-            *sizes,
-            use_gate=use_gate,
+            hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            head_k_dim=head_dim,
+            head_v_dim=value_head_dim(head_dim, expand_v),
             use_short_conv=use_short_conv,
             conv_size=conv_size,
             conv_bias=conv_bias,
-            norm_eps=norm_eps,
-            output_gate_activation="sigmoid",
             backend=backend,
             layer_idx=layer_idx,
         )
         self.correction_factor = correction_factor
+        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
         self.decay = nn.Parameter(torch.empty(num_heads)) if use_inner_decay else None
         self.D = nn.Parameter(torch.empty(num_heads)) if use_output_correction else None
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+        self.use_gate = use_gate
+        if use_gate:
+            self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid")
+            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        else:
+            self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
         self.reset_parameters()
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:
         p = k if self.decay is None else (k * self.decay.sigmoid().unsqueeze(-1)).to(k.dtype)
         if self.D is not None:
             q = (q - self.D.unsqueeze(-1) * p).to(q.dtype)
-        return super().rule_inputs(q, k, v, hidden_states) | {"p": p}
+        g = log_decay_from(self.a_proj(hidden_states), self.A_log, self.dt_bias)
+        beta = writing_strength(self.b_proj(hidden_states), True, False)
+        return {"q": q, "k": k, "v": v, "p": p, "g": g, "beta": beta, "use_qk_l2norm_in_kernel": True}

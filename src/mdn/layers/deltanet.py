@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from mdn.layers.first_order import Rule, SharedWidthMixer
+from mdn.layers.mixer import ProjectedMixer, Rule, shared_head_dim
+from mdn.layers.norms import GatedRMSNorm, RMSNorm
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import writing_strength
 
 
-class DeltaNet(SharedWidthMixer):
-    config_fields: ClassVar[tuple[str, ...]] = ("hidden_size", "num_heads", "allow_neg_eigval", "norm_eps", "backend")
+class DeltaNet(ProjectedMixer):
+    own_defaults: ClassVar[tuple[str, ...]] = ("expand_v", "use_gate", "use_short_conv", "conv_size", "conv_bias")
     chunk_rule: ClassVar[Rule] = first_order.chunk_delta_rule
     step_rule: ClassVar[Rule] = first_order.delta_rule_step
     flops_per_entry: ClassVar[int] = 6  # probing 2, writing 2, reading 2
@@ -37,11 +38,26 @@ class DeltaNet(SharedWidthMixer):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__()
-        self.layer_idx, self.backend, self.allow_neg_eigval = layer_idx, backend, allow_neg_eigval
-        self.build_shared_width(hidden_size, num_heads, expand_k, expand_v, use_short_conv, conv_size, conv_bias)
+        super().__init__(
+            hidden_size,
+            num_heads=num_heads,
+            head_k_dim=shared_head_dim("expand_k", expand_k, hidden_size, num_heads),
+            head_v_dim=shared_head_dim("expand_v", expand_v, hidden_size, num_heads),
+            use_short_conv=use_short_conv,
+            conv_size=conv_size,
+            conv_bias=conv_bias,
+            backend=backend,
+            layer_idx=layer_idx,
+        )
+        self.allow_neg_eigval = allow_neg_eigval
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if use_beta else None
-        self.build_output(use_gate, norm_eps, "swish")
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+        self.use_gate = use_gate
+        if use_gate:
+            self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "swish")
+            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        else:
+            self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:
         if self.b_proj is None:

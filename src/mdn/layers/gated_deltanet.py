@@ -12,17 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mdn.layers.first_order import FirstOrderMixer, Rule
+from mdn.layers.mixer import ProjectedMixer, Rule, value_head_dim
+from mdn.layers.norms import GatedRMSNorm, RMSNorm
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
 
 
-class GatedDeltaNet(FirstOrderMixer):
+class GatedDeltaNet(ProjectedMixer):
     no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
-    config_fields: ClassVar[tuple[str, ...]] = (
-        *("hidden_size", "head_dim", "num_heads", "num_v_heads", "expand_v", "use_gate"),
-        *("use_short_conv", "conv_size", "conv_bias", "allow_neg_eigval", "norm_eps", "backend"),
-    )
     chunk_rule: ClassVar[Rule] = first_order.chunk_gated_delta_rule
     step_rule: ClassVar[Rule] = first_order.gated_delta_rule_step
     flops_per_entry: ClassVar[int] = 7  # probing 2, decay 1, writing 2, reading 2
@@ -44,16 +41,30 @@ class GatedDeltaNet(FirstOrderMixer):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__()
-        self.layer_idx, self.backend, self.allow_neg_eigval = layer_idx, backend, allow_neg_eigval
-        self.build_projections(
-            hidden_size, num_heads, num_v_heads, head_dim, expand_v, use_short_conv, conv_size, conv_bias
+        super().__init__(
+            hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            head_k_dim=head_dim,
+            head_v_dim=value_head_dim(head_dim, expand_v),
+            use_short_conv=use_short_conv,
+            conv_size=conv_size,
+            conv_bias=conv_bias,
+            backend=backend,
+            layer_idx=layer_idx,
         )
+        self.allow_neg_eigval = allow_neg_eigval
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        self.build_output(use_gate, norm_eps, output_gate_activation)
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+        self.use_gate = use_gate
+        if use_gate:
+            self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, output_gate_activation)
+            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        else:
+            self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
         self.reset_parameters()
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.layers.first_order import PlainStreams, Rule
+from mdn.layers.mixer import ProjectedMixer, Rule, shared_head_dim
 from mdn.layers.norms import GatedRMSNorm
 from mdn.ops import first_order
 
 
-class GatedLinearAttention(PlainStreams):
-    config_fields: ClassVar[tuple[str, ...]] = ("hidden_size", "num_heads", "norm_eps", "backend")
+class GatedLinearAttention(ProjectedMixer):
+    own_defaults: ClassVar[tuple[str, ...]] = ("expand_v", "use_short_conv", "conv_size", "conv_bias")
+    silu_without_conv: ClassVar[bool] = False
     chunk_rule: ClassVar[Rule] = first_order.chunk_gla
     step_rule: ClassVar[Rule] = first_order.gla_step
     flops_per_entry: ClassVar[int] = 5  # decay 1, writing 2, reading 2
@@ -40,25 +41,33 @@ class GatedLinearAttention(PlainStreams):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__()
-        self.layer_idx, self.backend = layer_idx, backend
+        super().__init__(
+            hidden_size,
+            num_heads=num_heads,
+            head_k_dim=shared_head_dim("expand_k", expand_k, hidden_size, num_heads),
+            head_v_dim=shared_head_dim("expand_v", expand_v, hidden_size, num_heads),
+            use_short_conv=use_short_conv,
+            conv_size=conv_size,
+            conv_bias=conv_bias,
+            backend=backend,
+            layer_idx=layer_idx,
+        )
         self.gate_logit_normalizer, self.clamp_min = gate_logit_normalizer, clamp_min
-        self.build_shared_width(hidden_size, num_heads, expand_k, expand_v, use_short_conv, conv_size, conv_bias)
         self.gk_proj = nn.Sequential(
             nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
             nn.Linear(gate_low_rank_dim, self.key_dim, bias=True),
         )
-        self.use_gate = True
         self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, norm_eps, "swish")
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
-
-    @property
-    def o_norm(self) -> GatedRMSNorm:  # type: ignore[override]
-        """FLA's checkpoints know it by the other name."""
-        return self.g_norm_swish_gate
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:
         raw = self.gk_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
         g = F.logsigmoid(raw.to(torch.promote_types(raw.dtype, torch.float32))) / self.gate_logit_normalizer
         return {"q": q, "k": k, "v": v, "g": g if self.clamp_min is None else g.clamp_min(self.clamp_min)}
+
+    def output(self, o: Tensor, hidden_states: Tensor) -> Tensor:
+        """FLA's checkpoints call the norm ``g_norm_swish_gate``."""
+        gate = self.g_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
+        y: Tensor = self.o_proj(self.g_norm_swish_gate(o, gate).flatten(-2))
+        return y

@@ -12,17 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mdn.layers.first_order import FirstOrderMixer, Rule
+from mdn.layers.mixer import ProjectedMixer, Rule, value_head_dim
+from mdn.layers.norms import GatedRMSNorm
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
 
 
-class KimiDeltaAttention(FirstOrderMixer):
+class KimiDeltaAttention(ProjectedMixer):
     no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
-    config_fields: ClassVar[tuple[str, ...]] = (
-        *("hidden_size", "head_dim", "num_heads", "num_v_heads", "expand_v"),
-        *("use_short_conv", "conv_size", "conv_bias", "allow_neg_eigval", "norm_eps", "backend"),
-    )
     chunk_rule: ClassVar[Rule] = first_order.chunk_kda
     step_rule: ClassVar[Rule] = first_order.kda_step
     flops_per_entry: ClassVar[int] = 7  # probing 2, decay 1, writing 2, reading 2
@@ -43,11 +40,19 @@ class KimiDeltaAttention(FirstOrderMixer):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__()
-        self.layer_idx, self.backend = layer_idx, backend
+        super().__init__(
+            hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            head_k_dim=head_dim,
+            head_v_dim=value_head_dim(head_dim, expand_v),
+            use_short_conv=use_short_conv,
+            conv_size=conv_size,
+            conv_bias=conv_bias,
+            backend=backend,
+            layer_idx=layer_idx,
+        )
         self.allow_neg_eigval, self.lower_bound = allow_neg_eigval, lower_bound
-        heads = num_heads, num_v_heads, head_dim
-        self.build_projections(hidden_size, *heads, expand_v, use_short_conv, conv_size, conv_bias)
         gate_dim = self.num_v_heads * head_dim
         self.f_proj = nn.Sequential(
             nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, gate_dim, bias=False)
@@ -55,7 +60,12 @@ class KimiDeltaAttention(FirstOrderMixer):
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
-        self.build_output(True, norm_eps, "sigmoid", use_lora_gate=True)
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+        self.use_gate = True
+        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid")
+        self.g_proj = nn.Sequential(
+            nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, self.value_dim, bias=True)
+        )
         self.reset_parameters()
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:

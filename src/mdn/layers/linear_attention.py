@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.layers.first_order import PlainStreams, Rule
-from mdn.layers.layout import TokenLayout
+from mdn.layers.cache_access import LayerState
+from mdn.layers.mixer import ProjectedMixer, Rule, StateShape, shared_head_dim
 from mdn.layers.norms import RMSNorm
-from mdn.layers.state import LayerState
+from mdn.layers.token_layout import TokenLayout
 from mdn.ops import first_order
 
 
@@ -45,10 +45,11 @@ FEATURE_MAPS: dict[str, Any] = {
 }
 
 
-class LinearAttention(PlainStreams):
+class LinearAttention(ProjectedMixer):
     """With ``do_feature_map_norm`` the state holds the sum of the keys too, as recurrent state number 1."""
 
-    config_fields: ClassVar[tuple[str, ...]] = ("hidden_size", "num_heads", "norm_eps", "backend")
+    own_defaults: ClassVar[tuple[str, ...]] = ("expand_v",)
+    silu_without_conv: ClassVar[bool] = False
     chunk_rule: ClassVar[Rule] = first_order.chunk_linear_attn
     step_rule: ClassVar[Rule] = first_order.linear_attn_step
     flops_per_entry: ClassVar[int] = 4  # writing 2, reading 2
@@ -65,21 +66,22 @@ class LinearAttention(PlainStreams):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__()
         if feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map must be one of {sorted(FEATURE_MAPS)}, got {feature_map!r}")
-        self.layer_idx, self.backend, self.do_feature_map_norm = layer_idx, backend, do_feature_map_norm
-        self.build_shared_width(hidden_size, num_heads, expand_k, expand_v, False)
+        super().__init__(
+            hidden_size,
+            num_heads=num_heads,
+            head_k_dim=shared_head_dim("expand_k", expand_k, hidden_size, num_heads),
+            head_v_dim=shared_head_dim("expand_v", expand_v, hidden_size, num_heads),
+            use_short_conv=False,
+            backend=backend,
+            layer_idx=layer_idx,
+        )
+        self.do_feature_map_norm = do_feature_map_norm
         self.feature_map_q = FEATURE_MAPS[feature_map](self.head_k_dim)
         self.feature_map_k = FEATURE_MAPS[feature_map](self.head_k_dim)
-        self.use_gate = False
         self.norm = RMSNorm(self.head_v_dim, norm_eps)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
-
-    @property
-    def o_norm(self) -> RMSNorm:  # type: ignore[override]
-        """FLA's checkpoints know it by the other name."""
-        return self.norm
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:
         return {"q": self.feature_map_q(q), "k": self.feature_map_k(k), "v": v}
@@ -90,23 +92,32 @@ class LinearAttention(PlainStreams):
         inputs = self.rule_inputs(q, k, v, hidden_states)
         if not self.do_feature_map_norm:
             return self.apply_rule(first_order.chunk_linear_attn, inputs, layout, state, normalize=False)
-        before = None
-        if state is not None and state.recurrent(0) is not None:
-            before = state.held_recurrent(0), state.held_recurrent(1).unsqueeze(1)
-        options: dict[str, Any] = {"cu_seqlens": layout.boundaries, "backend": self.backend}
-        o, after = first_order.chunk_linear_attn(
-            **inputs, initial_state=before, output_final_state=state is not None, **options
+        S, z = (None, None) if state is None else (state.initial_recurrent(0), state.initial_recurrent(1))
+        o: Tensor
+        o, final_state = first_order.chunk_linear_attn(
+            **inputs,
+            initial_state=None if S is None or z is None else (S, z.unsqueeze(1)),
+            output_final_state=state is not None,
+            cu_seqlens=layout.boundaries,
+            backend=self.backend,
         )
-        if state is not None and isinstance(after, tuple):
-            state.write_recurrent(after[0], 0)
-            state.write_recurrent(after[1][:, 0], 1)
+        if state is not None:
+            S, z = final_state
+            state.write_recurrent(S, 0)
+            state.write_recurrent(z[:, 0], 1)
         return o
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, state: LayerState) -> Tensor:
-        keys = state.held_recurrent(1) if self.do_feature_map_norm else None
+        z = state.held_recurrent(1) if self.do_feature_map_norm else None
         inputs = self.rule_inputs(q, k, v, hidden_states)
-        return first_order.linear_attn_step(**inputs, state=state.held_recurrent(0), z_state=keys)
+        o: Tensor = first_order.linear_attn_step(**inputs, state=state.held_recurrent(0), z_state=z)
+        return o
 
-    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        keys = {"z": ((self.num_heads, self.head_k_dim), torch.float32)} if self.do_feature_map_norm else {}
-        return super().state_shapes() | keys
+    def output(self, o: Tensor, hidden_states: Tensor) -> Tensor:
+        """FLA's checkpoints call the norm ``norm``."""
+        y: Tensor = self.o_proj(self.norm(o).flatten(-2))
+        return y
+
+    def state_shapes(self) -> dict[str, StateShape]:
+        z = StateShape((self.num_heads, self.head_k_dim), torch.float32)
+        return super().state_shapes() | ({"z": z} if self.do_feature_map_norm else {})

@@ -17,21 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.layers.first_order import BaselineMixer
-from mdn.layers.layout import TokenLayout
+from mdn.layers.cache_access import LayerState
+from mdn.layers.conv import ShortConvolution
+from mdn.layers.mixer import Mixer, StateShape
 from mdn.layers.norms import RMSNorm
-from mdn.layers.short_conv import ShortConvolution
-from mdn.layers.state import LayerState
+from mdn.layers.token_layout import TokenLayout
 from mdn.ops import first_order
 
 
 class ResidualLinear(nn.Linear):
-    """The last projection of a block; its first values shrink with the depth of the model."""
+    """The last projection of a block; its initial values shrink with the depth of the model."""
 
 
-class Mamba2(BaselineMixer):
+class Mamba2(Mixer):
     no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
-    config_fields: ClassVar[tuple[str, ...]] = ("hidden_size", "head_dim", "norm_eps", "backend")
 
     def __init__(
         self,
@@ -50,8 +49,8 @@ class Mamba2(BaselineMixer):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__()
-        self.layer_idx, self.backend, self.chunk_size = layer_idx, backend, chunk_size
+        super().__init__(hidden_size, layer_idx, backend)
+        self.chunk_size = chunk_size
         self.inner_size = int(expand * hidden_size)
         if self.inner_size % head_dim:
             raise ValueError(f"expand * hidden_size must be a multiple of head_dim={head_dim}, got {self.inner_size}")
@@ -73,8 +72,7 @@ class Mamba2(BaselineMixer):
     def mix(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
         sizes = [self.inner_size, self.conv1d.channels, self.num_heads]
         z, streams, dt = self.in_proj(hidden_states).split(sizes, -1)
-        one_token = layout.boundaries is None and hidden_states.shape[1] == 1
-        if state is not None and one_token and state.recurrent(0) is not None:
+        if state is not None and state.is_decode_step():
             streams = self.conv1d.step(streams[:, 0], state.held_conv(0))
             inputs, skip = self._rule_inputs(streams, dt[:, 0])
             o = first_order.simple_gla_step(**inputs, scale=1.0, state=state.held_recurrent(0)) + skip
@@ -87,7 +85,8 @@ class Mamba2(BaselineMixer):
             inputs, skip = self._rule_inputs(streams, dt)
             options: dict[str, Any] = {"scale": 1.0, "chunk_size": self.chunk_size}
             o = self.apply_rule(first_order.chunk_simple_gla, inputs, layout, state, **options) + skip
-        return self.out_proj(self._normed(o.flatten(-2).to(z.dtype), z))
+        y: Tensor = self.out_proj(self._normed(o.flatten(-2).to(z.dtype), z))
+        return y
 
     def _rule_inputs(self, streams: Tensor, dt: Tensor) -> tuple[dict[str, Any], Tensor]:
         """The rule's arguments, and what skips the rule, D x."""
@@ -106,14 +105,17 @@ class Mamba2(BaselineMixer):
         dtype = torch.promote_types(o.dtype, torch.float32)
         gated = o.to(dtype) * F.silu(z.to(dtype))
         if self.norm_groups == 1:
-            return self.norm(gated).to(o.dtype)
+            normed: Tensor = self.norm(gated)
+            return normed.to(o.dtype)
         groups = gated.unflatten(-1, (self.norm_groups, -1))
         normed = F.rms_norm(groups, groups.shape[-1:], eps=self.norm.eps).flatten(-2)
         return (normed * self.norm.weight.to(dtype)).to(o.dtype)
 
-    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        conv = (self.conv1d.channels, self.conv1d.width - 1)
-        return {"S": ((self.num_heads, self.state_size, self.head_dim), torch.float32), "conv": (conv, None)}
+    def state_shapes(self) -> dict[str, StateShape]:
+        return {
+            "S": StateShape((self.num_heads, self.state_size, self.head_dim), torch.float32),
+            "conv": StateShape((self.conv1d.channels, self.conv1d.width - 1), None),
+        }
 
     def flops_per_token(self, context: int) -> int:
         """Per entry of the state: decay 1, writing 2, reading 2."""

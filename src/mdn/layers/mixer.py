@@ -1,59 +1,354 @@
-"""What every token mixer offers, so that one backbone can hold any of them.
+"""What every token mixer offers, so that one backbone can hold any of them, and the shell that most of them share.
 
 A mixer maps hidden states ``[B, T, D]`` (or packed ``[1, total, D]``) to the same shape, reads where sequences begin
 and end from a :class:`TokenLayout`, and keeps its state of every sequence in its layer of a transformers cache.
+
+:class:`ProjectedMixer` puts projections and short convolutions before a rule, and a norm after it:
+
+    q, k, v = silu(conv(W x))                        [B, T, H, K], [B, T, H, K], [B, T, HV, V]
+    o       = rule(q, k, v, x)                       [B, T, HV, V]
+    y       = W_o (rmsnorm(o) * activation(W_g x))   [B, T, D]
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.layers.initialisers import initialise
-from mdn.layers.layout import TokenLayout
-from mdn.layers.state import LayerState
+from mdn.layers.cache_access import LayerState
+from mdn.layers.conv import ShortConvolution
+from mdn.layers.init import initialise
+from mdn.layers.norms import RMSNorm
+from mdn.layers.token_layout import TokenLayout, make_layout
+from mdn.ops.boundaries import SequenceBoundaries
+
+Rule = Callable[..., Any]
+
+# The layer type of recurrent mixers, for transformers' caches. "linear_attention" is part of it because other tools
+# look for these words to recognise layers with a state (accelerate refuses to cut their sequences over devices).
+RECURRENT_LAYER_TYPE = "recurrent_linear_attention"
+
+
+class StateShape(NamedTuple):
+    """One tensor that a mixer keeps between calls: its shape per sequence, and its dtype (None: the model's)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
 
 
 class Mixer(nn.Module):
-    """Base class. A subclass implements ``from_config``, ``mix``, ``state_shapes`` and ``flops_per_token``."""
+    """Base class. A subclass implements ``mix``, ``state_shapes`` and ``flops_per_token``.
+
+    Its constructor takes ``hidden_size``, any further arguments, and ``layer_idx``; ``from_config`` finds out by
+    their names which of them the config sets.
+    """
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
     """names of its own parameters that weight decay should leave alone"""
-    cache_type: ClassVar[str] = "recurrent_state"
+    cache_type: ClassVar[str] = RECURRENT_LAYER_TYPE
     """the kind of cache layer it needs, an entry of the config's ``layer_types``"""
+    config_names: ClassVar[dict[str, str]] = {}
+    """arguments of the constructor that the config calls by another name"""
+    own_defaults: ClassVar[tuple[str, ...]] = ()
+    """arguments that keep their default although the config has a field of that name, which means something else for
+    this mixer; ``mixer_options`` sets them"""
 
-    layer_idx: int | None
+    def __init__(self, hidden_size: int, layer_idx: int | None = None, backend: str = "auto"):
+        super().__init__()
+        self.hidden_size, self.layer_idx, self.backend = hidden_size, layer_idx, backend
 
-    @classmethod
-    def from_config(cls, config: Any, layer_idx: int) -> Self:
-        """The mixer of layer ``layer_idx`` of a model with this configuration."""
-        raise NotImplementedError
+    # ---------------------------------------------------------------- the subclass's part
 
     def mix(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
         """The computation; ``state`` is None when nothing is to be remembered."""
         raise NotImplementedError
 
-    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """Shape per sequence and dtype (None: the model's) of everything it keeps between calls."""
+    def state_shapes(self) -> dict[str, StateShape]:
+        """Everything it keeps between calls, by name."""
         raise NotImplementedError
 
     def flops_per_token(self, context: int) -> int:
         """Floating-point operations of one token's forward pass outside ``nn.Linear``, after ``context`` tokens."""
         raise NotImplementedError
 
+    # ---------------------------------------------------------------- from a config
+
+    @classmethod
+    def from_config(cls, config: Any, layer_idx: int) -> Self:
+        """The mixer of layer ``layer_idx`` of a model with this configuration."""
+        return cls(**cls.arguments_from(config, layer_idx))
+
+    @classmethod
+    def arguments_from(cls, config: Any, layer_idx: int) -> dict[str, Any]:
+        """The constructor's arguments: fields of the config with these names, then ``config.mixer_options``."""
+        fields = {name: cls.config_names.get(name, name) for name in cls.argument_names()}
+        known = {
+            name: getattr(config, field)
+            for name, field in fields.items()
+            if name not in cls.own_defaults and hasattr(config, field)
+        }
+        options = cls.checked_options(getattr(config, "mixer_options", None))
+        return {**known, **options, "layer_idx": layer_idx}
+
+    @classmethod
+    def checked_options(cls, options: dict[str, Any] | None) -> dict[str, Any]:
+        """``mixer_options``, if the constructor knows them all."""
+        names = cls.argument_names()
+        unknown = sorted(set(options or {}) - set(names))
+        if unknown:
+            raise ValueError(f"mixer_options has unknown keys {unknown}; {cls.__name__} knows {names}")
+        return dict(options or {})
+
+    @classmethod
+    def argument_names(cls) -> list[str]:
+        return [name for name in inspect.signature(cls).parameters if name != "layer_idx"]
+
+    # ---------------------------------------------------------------- the call
+
     def forward(
         self,
         hidden_states: Tensor,
         layout: TokenLayout | None = None,
         past_key_values: Any = None,
+        *,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | SequenceBoundaries | None = None,
     ) -> Tensor:
+        """``[B, T, D]`` to ``[B, T, D]``.
+
+        A model makes one ``layout`` for all its layers. A layer on its own takes ``attention_mask`` ``[B, past + T]``
+        (the output is zero at masked tokens) or, for a pack ``[1, total, D]``, ``cu_seqlens`` ``[N + 1]``.
+        """
+        if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states must have shape [B, T, {self.hidden_size}], got {list(hidden_states.shape)}"
+            )
         if layout is None:
-            layout = TokenLayout((hidden_states.shape[0], hidden_states.shape[1]))
-        state = None if past_key_values is None else LayerState(past_key_values, self.layer_idx)
-        return self.mix(hidden_states, layout, state)
+            return self._forward_alone(hidden_states, past_key_values, attention_mask, cu_seqlens)
+        if not isinstance(layout, TokenLayout):
+            raise TypeError(
+                f"layout must be a TokenLayout, got {type(layout).__name__}; give a mask as attention_mask="
+            )
+        if attention_mask is not None or cu_seqlens is not None:
+            raise ValueError("layout already says where the tokens are: give no attention_mask or cu_seqlens beside it")
+        return self.mix(hidden_states, layout, self._state(past_key_values, layout))
+
+    def _forward_alone(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | SequenceBoundaries | None,
+    ) -> Tensor:
+        """A call outside a model, which would make the layout and count the cache's columns."""
+        has_cache = past_key_values is not None and self.layer_idx is not None
+        layout = make_layout(
+            (hidden_states.shape[0], hidden_states.shape[1]),
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+            past_length=past_key_values.get_seq_length(self.layer_idx) if has_cache else None,
+            has_attention=self.cache_type == "full_attention",
+        )
+        state = self._state(past_key_values, layout)
+        output = layout.leave(self.mix(layout.enter(hidden_states), layout, state))
+        if state is not None:
+            state.advance(hidden_states.shape[1])
+        return output
+
+    def _state(self, past_key_values: Any, layout: TokenLayout) -> LayerState | None:
+        return None if past_key_values is None else LayerState(past_key_values, self.layer_idx, layout)
+
+    def apply_rule(
+        self, rule: Rule, inputs: dict[str, Any], layout: TokenLayout, state: LayerState | None, **options: Any
+    ) -> Tensor:
+        """o ``[B, T, HV, V]`` of a rule with one matrix state, from the held one (if any) to the new one."""
+        o: Tensor
+        o, final_state = rule(
+            **inputs,
+            initial_state=None if state is None else state.initial_recurrent(0),
+            output_final_state=state is not None,
+            cu_seqlens=layout.boundaries,
+            backend=self.backend,
+            **options,
+        )
+        if state is not None:
+            state.write_recurrent(final_state, 0)
+        return o
 
     def reset_parameters(self) -> None:
-        """Fresh values from the table of initialisers for the parameters that stand directly in this module."""
+        """Fresh values from the table of initialisers for the parameters that this module itself owns."""
         initialise(self)
+
+
+class Streams(NamedTuple):
+    """Queries and keys ``[..., H, K]`` and values ``[..., HV, V]`` before the rule."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class ProjectedMixer(Mixer):
+    """Projections, short convolutions, a rule, a norm; see the top of the file.
+
+    The constructor makes the first part. The subclass adds its gates and, if it does not replace ``output``, the
+    modules ``o_proj``, ``o_norm`` and with ``use_gate`` also ``g_proj``. A rule with one matrix state is given by
+    ``chunk_rule``, ``step_rule`` and ``rule_inputs``; another one by ``run`` and ``step``.
+    Convolution states are number 0, 1, 2 of the cache layer (q, k, v), recurrent states are numbered from 0.
+    """
+
+    chunk_rule: ClassVar[Rule]
+    """for any number of tokens: a function of ``mdn.ops.first_order``"""
+    step_rule: ClassVar[Rule]
+    """for one token, with the state updated in place"""
+    flops_per_entry: ClassVar[int]
+    """operations per entry of one state matrix and token"""
+    silu_without_conv: ClassVar[bool] = True
+    """False: without convolutions q, k and v are plain projections"""
+
+    o_proj: nn.Linear
+    o_norm: RMSNorm
+    g_proj: nn.Module
+    use_gate: bool
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_v_heads: int | None = None,
+        head_k_dim: int,
+        head_v_dim: int,
+        use_short_conv: bool = True,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        backend: str = "auto",
+        layer_idx: int | None = None,
+    ):
+        super().__init__(hidden_size, layer_idx, backend)
+        self.num_heads = num_heads
+        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        if self.num_v_heads < 1 or self.num_v_heads % num_heads != 0:
+            raise ValueError(f"num_v_heads must be a multiple of num_heads={num_heads}, got {self.num_v_heads}")
+        self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
+        self.key_dim, self.value_dim = num_heads * head_k_dim, self.num_v_heads * head_v_dim
+        self.use_short_conv, self.conv_size = use_short_conv, conv_size
+        self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias)
+            self.k_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias)
+            self.v_conv1d = ShortConvolution(self.value_dim, conv_size, conv_bias)
+
+    # ---------------------------------------------------------------- the rule
+
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:
+        """The rule's arguments by name, for ``[B, T, ...]`` and for one token ``[B, ...]`` alike."""
+        raise NotImplementedError
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None
+    ) -> Tensor:
+        """o ``[B, T, HV, V]``; with a ``state``, starts from what it holds (if anything) and writes the new one."""
+        return self.apply_rule(type(self).chunk_rule, self.rule_inputs(q, k, v, hidden_states), layout, state)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, state: LayerState) -> Tensor:
+        """o ``[B, HV, V]`` for one token per row; the held state is updated in place."""
+        o: Tensor = type(self).step_rule(**self.rule_inputs(q, k, v, hidden_states), state=state.held_recurrent(0))
+        return o
+
+    # ---------------------------------------------------------------- around the rule
+
+    def mix(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
+        if state is not None and state.is_decode_step():
+            token = hidden_states[:, 0]
+            o = self.step(*self._step_streams(token, state), token, state).unsqueeze(1)
+        else:
+            o = self.run(*self._streams(hidden_states, layout, state), hidden_states, layout, state)
+        return self.output(o, hidden_states)
+
+    def output(self, o: Tensor, hidden_states: Tensor) -> Tensor:
+        """W_o (rmsnorm(o) * activation(W_g x)), or without ``use_gate`` W_o rmsnorm(o)."""
+        if self.use_gate:
+            gate = self.g_proj(hidden_states).unflatten(-1, (self.num_v_heads, -1))
+            normed: Tensor = self.o_norm(o, gate)
+        else:
+            normed = self.o_norm(o)
+        y: Tensor = self.o_proj(normed.flatten(-2))
+        return y
+
+    def _streams(self, x: Tensor, layout: TokenLayout, state: LayerState | None) -> Streams:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if not self.use_short_conv:
+            return self._without_conv(q, k, v)
+        streams = []
+        for number, (stream, convolution) in enumerate(zip((q, k, v), self._convolutions())):
+            before = None if state is None else state.conv(number)
+            y, after = convolution(stream, layout, before, return_state=state is not None)
+            if state is not None:
+                state.write_conv(after, number)
+            streams.append(y)
+        return self._split_heads(*streams)
+
+    def _step_streams(self, x: Tensor, state: LayerState) -> Streams:
+        """The same for one token ``[B, D]``; the convolution states advance in place."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if not self.use_short_conv:
+            return self._without_conv(q, k, v)
+        streams = zip((q, k, v), self._convolutions())
+        return self._split_heads(*(conv.step(x, state.held_conv(i)) for i, (x, conv) in enumerate(streams)))
+
+    def _convolutions(self) -> tuple[ShortConvolution, ShortConvolution, ShortConvolution]:
+        return self.q_conv1d, self.k_conv1d, self.v_conv1d
+
+    def _without_conv(self, q: Tensor, k: Tensor, v: Tensor) -> Streams:
+        return (
+            self._split_heads(F.silu(q), F.silu(k), F.silu(v)) if self.silu_without_conv else self._split_heads(q, k, v)
+        )
+
+    def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Streams:
+        return Streams(
+            q.unflatten(-1, (self.num_heads, -1)),
+            k.unflatten(-1, (self.num_heads, -1)),
+            v.unflatten(-1, (self.num_v_heads, -1)),
+        )
+
+    # ---------------------------------------------------------------- facts
+
+    def state_shapes(self) -> dict[str, StateShape]:
+        return {"S": self.matrix_state(), **self.conv_state()}
+
+    def matrix_state(self) -> StateShape:
+        return StateShape((self.num_v_heads, self.head_k_dim, self.head_v_dim), torch.float32)
+
+    def conv_state(self) -> dict[str, StateShape]:
+        if not self.use_short_conv:
+            return {}
+        return {"conv": StateShape((2 * self.key_dim + self.value_dim, self.conv_size - 1), None)}
+
+    def flops_per_token(self, context: int) -> int:
+        convolutions = 2 * self.conv_size * (2 * self.key_dim + self.value_dim) if self.use_short_conv else 0
+        return self.flops_per_entry * self.num_v_heads * self.head_k_dim * self.head_v_dim + convolutions
+
+
+def value_head_dim(head_dim: int, expand_v: float) -> int:
+    """V = ``expand_v * head_dim``, which must be an integer."""
+    size = round(head_dim * expand_v)
+    if not math.isclose(head_dim * expand_v, size, rel_tol=1e-5) or size < 1:
+        raise ValueError(f"expand_v * head_dim must be a positive integer, got {expand_v} * {head_dim}")
+    return size
+
+
+def shared_head_dim(name: str, factor: float, hidden_size: int, num_heads: int) -> int:
+    """The head dimension where all heads share ``factor * hidden_size`` channels; ``name`` is the factor's name."""
+    size = factor * hidden_size / num_heads
+    if size != int(size) or size < 1:
+        raise ValueError(f"{name} * hidden_size / num_heads must be a positive integer, got {size}")
+    return int(size)

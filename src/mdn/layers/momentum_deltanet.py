@@ -2,9 +2,18 @@
 
     q, k, v   = silu(conv(W x))                       [B, T, H, K], [B, T, H, K], [B, T, HV, V]
     q         = q - exp(D_log) k                      output correction, before the L2 norm inside the rule
-    gates     = stability-aware maps of a, b, m, e    [B, T, HV]   (mdn.layers.gates)
+    gates     = stability-aware maps of a, b, m, e    [B, T, HV]
     o         = momentum_delta_rule(q, k, v, gates)   [B, T, HV, V]
     y         = W_o (rmsnorm(o) * sigmoid(W_g x))     [B, T, D]
+
+The gates (section 3.3 of the paper) come from four projections of the token (a, b, m, e, each ``[..., HV]``) and
+per-head parameters:
+
+    eta       = 1 + tanh(e / tau)                      in (0, 2)
+    alpha_max = cos^2(theta), beta_max = sin^2(theta)  with theta = atan(eta * s), s = exp(log_factor)
+    log alpha = log alpha_max - exp(A_log)  * softplus(a + dt_bias)
+    log mu    = max(min_log_mu, - exp(Mu_log) * softplus(m + mu_bias))
+    beta      = beta_max * sigmoid(b)
 
 Parameter names are those of the authors' code and of FLA's layer, so that weights load without conversion.
 """
@@ -12,19 +21,196 @@ Parameter names are those of the authors' code and of FLA's layer, so that weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdn import ops
-from mdn.layers.gates import Gates, GateSettings, StabilityGates
-from mdn.layers.layout import TokenLayout
-from mdn.layers.projected_mixer import ProjectedMixer
-from mdn.layers.state import LayerState
+from mdn.layers.cache_access import LayerState
+from mdn.layers.mixer import ProjectedMixer, StateShape, value_head_dim
+from mdn.layers.norms import GatedRMSNorm, RMSNorm
+from mdn.layers.token_layout import TokenLayout
+from mdn.ops.boundaries import SequenceBoundaries
 
 MODES = ("chunk", "fused_recurrent")
+
+# --------------------------------------------------------------------------------------------------------------- gates
+
+
+class Gates(NamedTuple):
+    """The four gates of every token and value head, ``[..., HV]``."""
+
+    log_alpha: Tensor
+    log_mu: Tensor
+    beta: Tensor
+    eta: Tensor
+
+
+@dataclass(frozen=True)
+class GateSettings:
+    """Which parts of the parameterisation are on; every ablation of the paper is one field."""
+
+    tau: float
+    """temperature of eta"""
+    min_log_mu: float | None = -2.0
+    """lower clamp of log mu; None: no clamp"""
+    bound_alpha: bool = True
+    """False: alpha_max = 1"""
+    bound_beta: bool = True
+    """False: beta_max = 1"""
+    eta_activation: str = "tanh"
+    """"tanh": 1 + tanh(x); "sigmoid": 2 sigmoid(x)"""
+    allow_neg_eigval: bool = False
+    """doubles beta (an extra of FLA's layer, outside the paper's stability argument)"""
+
+    def __post_init__(self) -> None:
+        if self.eta_activation not in ("tanh", "sigmoid"):
+            raise ValueError(f"eta_activation must be 'tanh' or 'sigmoid', got {self.eta_activation!r}")
+        if self.min_log_mu is not None and not self.min_log_mu <= 0:
+            raise ValueError(f"min_log_mu must be None or a number <= 0, got {self.min_log_mu}")
+        if not self.tau > 0:
+            raise ValueError(f"tau must be positive, got {self.tau}")
+
+
+class StabilityGates(nn.Module):
+    """Maps projections ``[..., HV]`` to :class:`Gates`, in float32, or float64 in float64 models.
+
+    It owns no parameters (they keep their names in the layer). As a module it is the place for a forward hook that
+    watches the gates of every call, decode steps included: ``layer.gate_map.register_forward_hook(...)``.
+    """
+
+    def __init__(self, settings: GateSettings):
+        super().__init__()
+        self.settings = settings
+
+    def forward(
+        self,
+        a: Tensor,
+        b: Tensor,
+        m: Tensor | None,
+        e: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        Mu_log: Tensor | None,
+        mu_bias: Tensor | None,
+        log_factor: Tensor | None,
+    ) -> Gates:
+        """Per-head parameters are ``[H]`` (A_log, Mu_log, log_factor) or ``[HV]`` (dt_bias, mu_bias).
+
+        Without m (the ablation use_momentum=False) mu is exactly 0: log mu = -inf.
+        """
+        settings = self.settings
+        dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+        a, b, e, dt_bias = a.to(dtype), b.to(dtype), e.to(dtype), dt_bias.to(dtype)
+        eta = (
+            1 + torch.tanh(e / settings.tau)
+            if settings.eta_activation == "tanh"
+            else 2 * torch.sigmoid(e / settings.tau)
+        )
+        log_alpha = -_per_value_head(A_log, a) * F.softplus(a + dt_bias)
+        beta = torch.sigmoid(b)
+        if log_factor is not None:
+            # With x = eta s the bounds are 1 / (1 + x^2) and x^2 / (1 + x^2): no trigonometry, and
+            # log alpha_max = -log1p(x^2) keeps its accuracy near 0.
+            squared_tangent = (eta * _per_value_head(log_factor, a)).square()
+            if settings.bound_alpha:
+                log_alpha = log_alpha - torch.log1p(squared_tangent)
+            if settings.bound_beta:
+                beta = beta * (squared_tangent / (1 + squared_tangent))
+        if settings.allow_neg_eigval:
+            beta = 2 * beta
+        if m is None or Mu_log is None or mu_bias is None:
+            return Gates(log_alpha, torch.full_like(log_alpha, -math.inf), beta, eta)
+        log_mu = -_per_value_head(Mu_log, a) * F.softplus(m.to(dtype) + mu_bias.to(dtype))
+        if settings.min_log_mu is not None:
+            log_mu = log_mu.clamp_min(settings.min_log_mu)
+        return Gates(log_alpha, log_mu, beta, eta)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in vars(self.settings).items())
+
+
+def _per_value_head(log_parameter: Tensor, like: Tensor) -> Tensor:
+    """exp of a per-key-head parameter, repeated for the value heads of its group."""
+    return log_parameter.to(like.dtype).exp().repeat_interleave(like.shape[-1] // log_parameter.shape[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------- rule
+
+
+class MomentumRule(nn.Module):
+    """The momentum delta rule over any number of tokens, in the form that the layer was given.
+
+    It owns no parameters. As a module it is the place for a forward hook that sees everything the rule sees:
+    ``layer.rule.register_forward_hook(hook, with_kwargs=True)`` calls ``hook(module, (), inputs, output)``, where
+    ``inputs`` has the keys of ``forward``'s arguments (q, k, v, gates, initial_state, ...) and ``output`` the outputs
+    and, if a cache is in use, the final state. Decode steps go through ``step``, which no hook sees.
+    """
+
+    def __init__(self, mode: str, block_size: int, use_p_times_alpha: bool, backend: str):
+        super().__init__()
+        if mode not in MODES:
+            raise ValueError(f"mode (attn_mode in a config) must be one of {MODES}, got {mode!r}")
+        if block_size < 1:
+            raise ValueError(f"momentum_block_size must be at least 1, got {block_size}")
+        if block_size > 1 and backend not in ("auto", "torch"):
+            raise ValueError(
+                f"backend must be 'auto' or 'torch' with momentum_block_size={block_size}, got {backend!r}: "
+                "blockwise momentum runs in torch only"
+            )
+        self.mode, self.block_size, self.use_p_times_alpha, self.backend = mode, block_size, use_p_times_alpha, backend
+
+    def forward(
+        self,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Gates,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        boundaries: SequenceBoundaries | None,
+    ) -> Any:
+        """q, k ``[B, T, H, K]``, v ``[B, T, HV, V]``, gates ``[B, T, HV]``, states ``[2, N, HV, K, V]``."""
+        arguments: dict[str, Any] = {
+            "q": q,
+            "k": k,
+            "v": v,
+            **gates._asdict(),
+            "initial_state": initial_state,
+            "output_final_state": output_final_state,
+            "cu_seqlens": boundaries,
+            "use_p_times_alpha": self.use_p_times_alpha,
+        }
+        if self.block_size > 1:
+            return ops.blockwise_momentum_delta_rule(**arguments, block_size=self.block_size)
+        rule = ops.chunk_momentum_delta_rule if self.mode == "chunk" else ops.fused_recurrent_momentum_delta_rule
+        # The gate map cannot leave its range, so the values need not be checked again.
+        return rule(**arguments, backend=self.backend, check_gates=False)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: tuple[Tensor, Tensor]) -> Tensor:
+        """o ``[B, HV, V]`` of one token; (S, M) are updated in place. Token by token also in a model with blocks."""
+        o: Tensor = ops.momentum_delta_step(
+            q=q,
+            k=k,
+            v=v,
+            **gates._asdict(),
+            p=None,
+            state=state,
+            use_p_times_alpha=self.use_p_times_alpha,
+            backend=self.backend,
+            check_gates=False,
+        )
+        return o
+
+    def extra_repr(self) -> str:
+        return f"{self.mode}, block_size={self.block_size}, backend={self.backend}"
+
+
+# --------------------------------------------------------------------------------------------------------------- layer
 
 
 class MomentumDeltaNet(ProjectedMixer):
@@ -34,8 +220,8 @@ class MomentumDeltaNet(ProjectedMixer):
         hidden_size: D.
         head_dim: K, and V = ``expand_v * head_dim``.
         num_heads, num_v_heads: H and HV (a multiple of H; None: H).
-        mode: "chunk" or "fused_recurrent", the form of the rule for more than one token.
-        use_gate, use_lora_gate, lora_gate_rank, gate_activation: the output gate; a low-rank projection if asked for.
+        mode: "chunk" or "fused_recurrent", the form of the rule for more than one token (``attn_mode`` in a config).
+        use_gate, use_lora_gate, lora_gate_rank, gate_activation: the output gate, optionally by a low-rank projection.
         use_short_conv, conv_size, conv_bias: the convolutions; without them q, k, v still pass through SiLU.
         use_output_correction, use_momentum, min_log_mu, tau_factor, bound_alpha, bound_beta, eta_activation,
         use_p_times_alpha, allow_neg_eigval: the paper's and the released code's ablations; tau = sqrt(D / tau_factor).
@@ -44,6 +230,9 @@ class MomentumDeltaNet(ProjectedMixer):
     """
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "Mu_log", "mu_bias", "log_factor", "D_log")
+    config_names: ClassVar[dict[str, str]] = {"mode": "attn_mode"}
+    # probing 2, momentum's decay and write 3, the weight's decay and step 3, reading 2
+    flops_per_entry: ClassVar[int] = 10
 
     def __init__(
         self,
@@ -74,17 +263,20 @@ class MomentumDeltaNet(ProjectedMixer):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__()
-        if mode not in MODES:
-            raise ValueError(f"attn_mode must be one of {MODES}, got {mode!r}")
+        super().__init__(
+            hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            head_k_dim=head_dim,
+            head_v_dim=value_head_dim(head_dim, expand_v),
+            use_short_conv=use_short_conv,
+            conv_size=conv_size,
+            conv_bias=conv_bias,
+            backend=backend,
+            layer_idx=layer_idx,
+        )
         if tau_factor < 1:
             raise ValueError(f"tau_factor must be at least 1, got {tau_factor}")
-        if momentum_block_size < 1:
-            raise ValueError(f"momentum_block_size must be at least 1, got {momentum_block_size}")
-        self.layer_idx = layer_idx
-        self.mode, self.backend, self.momentum_block_size = mode, backend, momentum_block_size
-        self.use_output_correction, self.use_momentum = use_output_correction, use_momentum
-        self.use_p_times_alpha = use_p_times_alpha
         settings = GateSettings(
             tau=math.sqrt(hidden_size / tau_factor),
             min_log_mu=min_log_mu,
@@ -94,126 +286,92 @@ class MomentumDeltaNet(ProjectedMixer):
             allow_neg_eigval=allow_neg_eigval,
         )
         self.gate_map = StabilityGates(settings)
-        self.build_projections(
-            hidden_size, num_heads, num_v_heads, head_dim, expand_v, use_short_conv, conv_size, conv_bias
-        )
-        self._build_gate_parameters(bound_alpha or bound_beta)
-        self.build_output(use_gate, norm_eps, gate_activation, use_lora_gate, lora_gate_rank)
+        self.rule = MomentumRule(mode, momentum_block_size, use_p_times_alpha, backend)
+        self._add_gate_parameters(use_momentum, bound_alpha or bound_beta, use_output_correction)
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+        self.use_gate = use_gate
+        if use_gate:
+            self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, gate_activation)
+            self.g_proj = self._gate_projection(use_lora_gate, lora_gate_rank)
+        else:
+            self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
         self.reset_parameters()
 
-    @classmethod
-    def from_config(cls, config: Any, layer_idx: int) -> Self:
-        return cls(
-            hidden_size=config.hidden_size,
-            head_dim=config.head_dim,
-            num_heads=config.num_heads,
-            num_v_heads=config.num_v_heads,
-            expand_v=config.expand_v,
-            mode=config.attn_mode,
-            use_gate=config.use_gate,
-            use_lora_gate=config.use_lora_gate,
-            lora_gate_rank=config.lora_gate_rank,
-            gate_activation=config.gate_activation,
-            use_short_conv=config.use_short_conv,
-            conv_size=config.conv_size,
-            conv_bias=config.conv_bias,
-            use_output_correction=config.use_output_correction,
-            use_momentum=config.use_momentum,
-            min_log_mu=config.min_log_mu,
-            tau_factor=config.tau_factor,
-            bound_alpha=config.bound_alpha,
-            bound_beta=config.bound_beta,
-            eta_activation=config.eta_activation,
-            use_p_times_alpha=config.use_p_times_alpha,
-            allow_neg_eigval=config.allow_neg_eigval,
-            momentum_block_size=config.momentum_block_size,
-            norm_eps=config.norm_eps,
-            backend=config.backend,
-            layer_idx=layer_idx,
-        )
-
-    def _build_gate_parameters(self, bounded: bool) -> None:
+    def _add_gate_parameters(self, use_momentum: bool, bounded: bool, use_output_correction: bool) -> None:
+        """What an ablation does not use is not created: no parameter without a gradient."""
         self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         self.e_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        # What an ablation does not use is not created: no parameter without a gradient.
-        if self.use_momentum:
-            self.m_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-            self.Mu_log = nn.Parameter(torch.empty(self.num_heads))
-            self.mu_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        if bounded:
-            self.log_factor = nn.Parameter(torch.empty(self.num_heads))
-        if self.use_output_correction:
-            self.D_log = nn.Parameter(torch.empty(self.num_heads))
+        self.m_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False) if use_momentum else None
+        self.Mu_log = nn.Parameter(torch.empty(self.num_heads)) if use_momentum else None
+        self.mu_bias = nn.Parameter(torch.empty(self.num_v_heads)) if use_momentum else None
+        self.log_factor = nn.Parameter(torch.empty(self.num_heads)) if bounded else None
+        self.D_log = nn.Parameter(torch.empty(self.num_heads)) if use_output_correction else None
+
+    def _gate_projection(self, low_rank: bool, rank: int | None) -> nn.Module:
+        if not low_rank:
+            return nn.Linear(self.hidden_size, self.value_dim, bias=False)
+        rank = self.head_v_dim if rank is None else rank
+        return nn.Sequential(nn.Linear(self.hidden_size, rank, bias=False), nn.Linear(rank, self.value_dim, bias=True))
+
+    @property
+    def momentum_block_size(self) -> int:
+        return self.rule.block_size
+
+    @momentum_block_size.setter
+    def momentum_block_size(self, size: int) -> None:
+        self.rule.block_size = size
 
     # ---------------------------------------------------------------- computing
 
     def gates(self, hidden_states: Tensor) -> Gates:
         """log_alpha, log_mu, beta, eta of every token and value head, ``[B, T, HV]``."""
-        return self.gate_map(
-            self.a_proj(hidden_states),
-            self.b_proj(hidden_states),
-            self.m_proj(hidden_states) if self.use_momentum else None,
-            self.e_proj(hidden_states),
-            self.A_log,
-            self.dt_bias,
-            getattr(self, "Mu_log", None),
-            getattr(self, "mu_bias", None),
-            getattr(self, "log_factor", None),
+        gates: Gates = self.gate_map(
+            a=self.a_proj(hidden_states),
+            b=self.b_proj(hidden_states),
+            m=None if self.m_proj is None else self.m_proj(hidden_states),
+            e=self.e_proj(hidden_states),
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            Mu_log=self.Mu_log,
+            mu_bias=self.mu_bias,
+            log_factor=self.log_factor,
         )
+        return gates
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None
     ) -> Tensor:
-        gates = self.gates(hidden_states)
-        before = None
+        """S and M are recurrent states 0 and 1."""
+        initial_state = None
         if state is not None and state.recurrent(0) is not None:
-            before = torch.stack([state.held_recurrent(0), state.held_recurrent(1)])
-        arguments: dict[str, Any] = {
-            "beta": gates.beta,
-            "eta": gates.eta,
-            "initial_state": before,
-            "output_final_state": state is not None,
-            "cu_seqlens": layout.boundaries,
-            "use_p_times_alpha": self.use_p_times_alpha,
-        }
-        rule: Callable[..., tuple[Tensor, Tensor | None]]
-        if self.momentum_block_size > 1:
-            rule = ops.blockwise_momentum_delta_rule
-            arguments["block_size"] = self.momentum_block_size
-        else:
-            rule = ops.chunk_momentum_delta_rule if self.mode == "chunk" else ops.fused_recurrent_momentum_delta_rule
-            # The gate map cannot leave its range, so the values need not be read again.
-            arguments |= {"backend": self.backend, "check_gates": False}
-        o, after = rule(self._corrected(q, k), k, v, gates.log_alpha, gates.log_mu, **arguments)
-        if state is not None and after is not None:
-            state.write_recurrent(after[0], 0)
-            state.write_recurrent(after[1], 1)
+            initial_state = torch.stack([state.held_recurrent(0), state.held_recurrent(1)])
+        output = self.rule(
+            q=self._corrected(q, k),
+            k=k,
+            v=v,
+            gates=self.gates(hidden_states),
+            initial_state=initial_state,
+            output_final_state=state is not None,
+            boundaries=layout.boundaries,
+        )
+        o: Tensor
+        o, final_state = output
+        if state is not None:
+            S, M = final_state
+            state.write_recurrent(S, 0)
+            state.write_recurrent(M, 1)
         return o
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, state: LayerState) -> Tensor:
-        """Always token by token, also in a model that was trained with blocks."""
-        gates = self.gates(hidden_states)
-        return ops.momentum_delta_step(
-            *(self._corrected(q, k), k, v, gates.log_alpha, gates.log_mu, None, gates.beta, gates.eta),
-            (state.held_recurrent(0), state.held_recurrent(1)),
-            use_p_times_alpha=self.use_p_times_alpha,
-            backend=self.backend,
-            check_gates=False,
-        )
+        states = state.held_recurrent(0), state.held_recurrent(1)
+        return self.rule.step(self._corrected(q, k), k, v, self.gates(hidden_states), states)
 
     def _corrected(self, q: Tensor, k: Tensor) -> Tensor:
         """q - d k, with d = exp(D_log) per key head."""
-        return (q - self.D_log.exp().unsqueeze(-1) * k).to(q.dtype) if self.use_output_correction else q
+        return q if self.D_log is None else (q - self.D_log.exp().unsqueeze(-1) * k).to(q.dtype)
 
-    # ---------------------------------------------------------------- facts
-
-    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        state = (self.num_v_heads, self.head_k_dim, self.head_v_dim)
-        return {"S": (state, torch.float32), "M": (state, torch.float32), **self.conv_state_shape()}
-
-    def flops_per_token(self, context: int) -> int:
-        """Per entry of the state: probing 2, momentum's decay and write 3, the weight's decay and step 3, reading 2."""
-        return 10 * self.num_v_heads * self.head_k_dim * self.head_v_dim + self.conv_flops()
+    def state_shapes(self) -> dict[str, StateShape]:
+        return {"S": self.matrix_state(), "M": self.matrix_state(), **self.conv_state()}

@@ -1,4 +1,6 @@
-"""RWKV-7's time mixing: every stream mixes a token with the one before it; low-rank maps make decay, rates and gate.
+"""RWKV-7: its time mixing (the mixer) and its channel mixing (which replaces the MLP).
+
+Time mixing: every stream mixes a token with the previous one; low-rank maps make decay, rates and gate.
 
 x_s      = x_t + mix_s (x_{t-1} - x_t)                  for the six streams s in r, w, k, v, a, g
 w        = -exp(-1/2) sigmoid(lora_w(x_w))               log decay per key dimension
@@ -7,6 +9,8 @@ v        = v + (v_first - v) sigmoid(lora_v(x_v))        v_first: the values of 
 kappa    = normalise(k * k_k),  k = k (1 + (a - 1) k_a)
 S_t      = diag(exp w) S_{t-1} + k v^T - (kappa a) (S_{t-1}^T kappa)^T,   o = S^T r
 y        = W_o ((groupnorm(o) + (r . (k * r_k)) v) * lora_g(x_g))
+
+Channel mixing also sees the previous token: y = W_v relu(W_k (x_t + x_k (x_{t-1} - x_t)))^2.
 """
 
 from __future__ import annotations
@@ -14,22 +18,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.layers.first_order import BaselineMixer
-from mdn.layers.layout import TokenLayout
-from mdn.layers.rwkv7_init import decay_bias, rate_bias, value_bias
-from mdn.layers.short_conv import ShortConvolution
-from mdn.layers.state import LayerState
+from mdn.layers.cache_access import LayerState
+from mdn.layers.conv import ShortConvolution
+from mdn.layers.init import decay_bias, initialise, rate_bias, value_bias
+from mdn.layers.mixer import Mixer, StateShape
+from mdn.layers.token_layout import TokenLayout
 from mdn.ops import first_order
 
 SLOWEST_LOG_DECAY = -math.exp(-0.5)
 STREAMS = "rwkvag"
 FIRST_VALUES = "values of the first RWKV-7 layer"
+TIME_MIXING_STATE, CHANNEL_MIXING_STATE = 0, 1  # numbers of the convolution states in one layer's cache
 
 
 class TokenShift(ShortConvolution):
@@ -75,24 +80,24 @@ class LowRank(nn.Module):
         self.lora = nn.Sequential(OrthogonalLinear(dim, rank, gain=0.0), activation, last)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.lora(x)
+        y: Tensor = self.lora(x)
+        return y
 
 
 class HeadGroupNorm(nn.GroupNorm):
-    """Group norm of ``[..., H * V]`` over the heads; its weight starts at ``first_weight``."""
+    """Group norm of ``[..., H * V]`` over the heads; its weight starts at ``initial_weight``."""
 
-    def __init__(self, heads: int, channels: int, eps: float, first_weight: float):
+    def __init__(self, heads: int, channels: int, eps: float, initial_weight: float):
         super().__init__(heads, channels, eps)
-        self.first_weight = first_weight
+        self.initial_weight = initial_weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.reshape(-1, x.shape[-1])).view(x.shape)
+        normed: Tensor = super().forward(x.reshape(-1, x.shape[-1]))
+        return normed.view(x.shape)
 
 
-class RWKV7Attention(BaselineMixer):
-    """``num_hidden_layers`` and ``first_layer`` matter for the first values of parameters and for ``v_first``."""
-
-    config_fields: ClassVar[tuple[str, ...]] = ("hidden_size", "head_dim", "norm_eps", "num_hidden_layers", "backend")
+class RWKV7Attention(Mixer):
+    """``num_hidden_layers`` and ``first_layer`` matter for the initial values of parameters and for ``v_first``."""
 
     def __init__(
         self,
@@ -108,12 +113,12 @@ class RWKV7Attention(BaselineMixer):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__()
+        super().__init__(hidden_size, layer_idx, backend)
         if hidden_size % head_dim:
             raise ValueError(f"hidden_size must be a multiple of head_dim={head_dim}, got {hidden_size}")
-        self.layer_idx, self.backend, self.num_hidden_layers = layer_idx, backend, num_hidden_layers
+        self.num_hidden_layers = num_hidden_layers
         self.is_first = layer_idx is None or layer_idx == first_layer
-        self.hidden_size, self.head_dim, self.num_heads = hidden_size, head_dim, hidden_size // head_dim
+        self.head_dim, self.num_heads = head_dim, hidden_size // head_dim
         self.token_shift = TokenShift(hidden_size)
         for stream in STREAMS:
             self.register_parameter(f"x_{stream}", nn.Parameter(torch.empty(1, 1, hidden_size)))
@@ -148,26 +153,26 @@ class RWKV7Attention(BaselineMixer):
         self.g_lora = LowRank(dim, rank(gate, 5.0), nn.Sigmoid(), bias=False)
 
     @classmethod
-    def options_from_config(cls, config: Any) -> dict[str, Any]:
+    def arguments_from(cls, config: Any, layer_idx: int) -> dict[str, Any]:
         mixers = [config.mixer_name(i) for i in range(config.num_hidden_layers)]
-        return super().options_from_config(config) | {"first_layer": mixers.index("rwkv7")}
+        return {"first_layer": mixers.index("rwkv7"), **super().arguments_from(config, layer_idx)}
 
     def mix(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
-        one_token = layout.boundaries is None and hidden_states.shape[1] == 1
-        if state is not None and one_token and state.recurrent(0) is not None:
-            shifted = self.token_shift.step(hidden_states[:, 0], state.held_conv(0)).unsqueeze(1)
+        if state is not None and state.is_decode_step():
+            shifted = self.token_shift.step(hidden_states[:, 0], state.held_conv(TIME_MIXING_STATE)).unsqueeze(1)
             inputs, gate = self._rule_inputs(hidden_states, shifted, layout)
             token: dict[str, Any] = {name: x[:, 0] for name, x in inputs.items()}
             o = first_order.rwkv7_step(**token, state=state.held_recurrent(0)).unsqueeze(1)
         else:
-            before = None if state is None else state.conv(0)
+            before = None if state is None else state.conv(TIME_MIXING_STATE)
             shifted, after = self.token_shift(hidden_states, layout, before, return_state=state is not None)
             if state is not None:
-                state.write_conv(after, 0)
+                state.write_conv(after, TIME_MIXING_STATE)
             inputs, gate = self._rule_inputs(hidden_states, shifted, layout)
             o = self.apply_rule(first_order.chunk_rwkv7, inputs, layout, state)
         own = (inputs["r"] * inputs["k"] * self.r_k).sum(-1, keepdim=True) * inputs["v"]
-        return self.o_proj((self.g_norm(o.flatten(-2)) + own.flatten(-2)) * gate)
+        y: Tensor = self.o_proj((self.g_norm(o.flatten(-2)) + own.flatten(-2)) * gate)
+        return y
 
     def _rule_inputs(self, x: Tensor, shifted: Tensor, layout: TokenLayout) -> tuple[dict[str, Tensor], Tensor]:
         """The rule's arguments ``[B, T, H, D]`` and the output gate ``[B, T, H * D]``."""
@@ -186,7 +191,7 @@ class RWKV7Attention(BaselineMixer):
         return inputs | {"a": -kappa, "b": kappa * rate}, self.g_lora(xg)
 
     def _values(self, x: Tensor, layout: TokenLayout) -> Tensor:
-        v = self.v_proj(x)
+        v: Tensor = self.v_proj(x)
         if self.is_first:
             layout.shared[FIRST_VALUES] = v
             return v
@@ -196,10 +201,41 @@ class RWKV7Attention(BaselineMixer):
             )
         return torch.lerp(v, layout.shared[FIRST_VALUES].to(v), self.v_lora(x).sigmoid())
 
-    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        state = (self.num_heads, self.head_dim, self.head_dim)
-        return {"S": (state, torch.float32), "conv": ((self.hidden_size, 1), None)}
+    def state_shapes(self) -> dict[str, StateShape]:
+        return {
+            "S": StateShape((self.num_heads, self.head_dim, self.head_dim), torch.float32),
+            "conv": StateShape((self.hidden_size, 1), None),
+        }
 
     def flops_per_token(self, context: int) -> int:
         """Per entry of the state: probing 2, decay 1, two writes 4, reading 2."""
         return 9 * self.hidden_size * self.head_dim
+
+
+class ChannelMixing(nn.Module):
+    """The last token of every sequence is convolution state number 1 of the layer's cache."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, layer_idx: int, num_hidden_layers: int):
+        super().__init__()
+        self.layer_idx, self.num_hidden_layers = layer_idx, num_hidden_layers
+        self.token_shift = TokenShift(hidden_size)
+        self.x_k = nn.Parameter(torch.empty(hidden_size))
+        self.key = OrthogonalLinear(hidden_size, intermediate_size)
+        self.value = OrthogonalLinear(intermediate_size, hidden_size, gain=0.0)
+        initialise(self)
+
+    def forward(self, x: Tensor, layout: TokenLayout, past_key_values: Any = None) -> Tensor:
+        state = None if past_key_values is None else LayerState(past_key_values, self.layer_idx, layout)
+        mixed = x + self._shifted(x, layout, state) * self.x_k
+        y: Tensor = self.value(F.relu(self.key(mixed)).square())
+        return y
+
+    def _shifted(self, x: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
+        before = None if state is None else state.conv(CHANNEL_MIXING_STATE)
+        if state is not None and before is not None and state.is_decode_step():
+            return self.token_shift.step(x[:, 0], before).unsqueeze(1)
+        shifted: Tensor
+        shifted, after = self.token_shift(x, layout, before, return_state=state is not None)
+        if state is not None:
+            state.write_conv(after, CHANNEL_MIXING_STATE)
+        return shifted

@@ -2,7 +2,7 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from mdn.models.configuration import MomentumDeltaNetConfig
+from mdn.models.config import MomentumDeltaNetConfig
 from mdn.models.modeling import MomentumDeltaNetForCausalLM, MomentumDeltaNetModel, MomentumDeltaNetPreTrainedModel
 
 AutoConfig.register(MomentumDeltaNetConfig.model_type, MomentumDeltaNetConfig, exist_ok=True)

@@ -1,8 +1,8 @@
 """The cache layer of a recurrent mixer: transformers' linear-attention layer, plus the number of columns it has seen.
 
 ``generate`` asks every cache for its length, which transformers' own linear-attention layer does not know; in a model
-without attention layers nobody else does. The class registers itself with transformers under the layer type
-"recurrent_state", so that ``DynamicCache(config=config)`` builds it. Memory per sequence is constant.
+without attention layers nobody else does. The class registers itself with transformers under the layer type of the
+recurrent mixers, so that ``DynamicCache(config=config)`` builds it. Memory per sequence is constant.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, LinearAttentionLayer
 
-RECURRENT_LAYER_TYPE = "recurrent_state"
+from mdn.layers.mixer import RECURRENT_LAYER_TYPE
 
 
 class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
@@ -42,9 +42,10 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
     ) -> Tensor:
         """Replaces the state; the mixer hands in the complete new one."""
         self._make_room(state_idx)
-        if not self.is_conv_states_initialized[state_idx]:
-            self.lazy_initialization(conv_states=conv_states, state_idx=state_idx)
         held = self.conv_states[state_idx]
+        if held is None or held.shape != conv_states.shape:  # also after a reset, with another batch
+            self.lazy_initialization(conv_states=conv_states, state_idx=state_idx)
+            held = self.conv_states[state_idx]
         assert held is not None
         self.has_previous_state[state_idx] = True
         return held.copy_(conv_states)
@@ -53,6 +54,9 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self._make_room(state_idx)
         if self.device is None:  # a mixer without convolutions
             self.device = recurrent_states.device  # type: ignore[assignment]
+        held = self.recurrent_states[state_idx]
+        if held is not None and held.shape != recurrent_states.shape:
+            self.is_recurrent_states_initialized[state_idx] = False
         state = super().update_recurrent_state(recurrent_states, state_idx)
         self.has_previous_state[state_idx] = True
         return state

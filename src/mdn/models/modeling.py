@@ -8,23 +8,30 @@ after the last one; between them all layers see only tokens. Module names are th
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 
-from mdn.layers import MIXERS, ChannelMixing, Mixer, RMSNorm, TokenLayout
-from mdn.layers.initialisers import initialise
+from mdn.layers import MIXERS, ChannelMixing, Mixer, RMSNorm, TokenLayout, make_layout
+from mdn.layers.init import initialise
+from mdn.layers.mixer import RECURRENT_LAYER_TYPE
 from mdn.models import cache as _registers_the_cache_layer  # noqa: F401
-from mdn.models.configuration import MomentumDeltaNetConfig
-from mdn.models.layout import make_layout
+from mdn.models.config import MomentumDeltaNetConfig
 from mdn.models.loss import chunked_linear_cross_entropy, shift_labels_left
+from mdn.ops.boundaries import SequenceBoundaries
+
+logger = logging.get_logger(__name__)
 
 
 class GatedMLP(nn.Module):
@@ -57,7 +64,7 @@ class MomentumDeltaNetBlock(GradientCheckpointingLayer):
         self.use_mlp = config.use_mlp
         if config.use_mlp:
             self.mlp_norm = make_norm(config)
-            self.mixes_tokens = config.mlp == "rwkv7" and self.attn.cache_type == "recurrent_state"
+            self.mixes_tokens = config.mlp == "rwkv7" and self.attn.cache_type == RECURRENT_LAYER_TYPE
             self.mlp: nn.Module = (
                 ChannelMixing(config.hidden_size, config.mlp_size, layer_idx, config.num_hidden_layers)
                 if self.mixes_tokens
@@ -78,12 +85,16 @@ class MomentumDeltaNetPreTrainedModel(PreTrainedModel):
     config_class = MomentumDeltaNetConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # the Trainer passes num_items_in_batch
     _no_split_modules = ["MomentumDeltaNetBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _is_stateful = True  # a recurrent state cannot go back: transformers refuses assisted decoding
     _supports_sdpa = True
-    # Small, and exponentiated: they stay float32 when the model is loaded in bfloat16 or float16.
-    _keep_in_fp32_modules_strict = sorted({name for mixer in MIXERS.values() for name in mixer.no_weight_decay})
+
+    def post_init(self) -> None:
+        # The gates' parameters are small, and exponentiated: they stay float32 when the model is loaded in bfloat16.
+        self._keep_in_fp32_modules_strict = {name.rpartition(".")[2] for name in self.no_weight_decay_names()}
+        super().post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -98,6 +109,15 @@ class MomentumDeltaNetPreTrainedModel(PreTrainedModel):
             for name in module.no_weight_decay
             if getattr(module, name, None) is not None
         ]
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Files get the permissions that the umask allows (safetensors' own are readable by their owner only)."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        make_readable(Path(save_directory))
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing to do, see ``MomentumDeltaNetConfig.register_for_auto_class``."""
 
 
 class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
@@ -126,23 +146,27 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         layout: TokenLayout | None = None,
-        **kwargs: Any,
+        **where: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states ``[B, T, D]``; see ``layout_of`` for the ways to say where the tokens are."""
+        """Hidden states ``[B, T, D]``; see ``layout_of`` for the ways to say where the tokens are (``where``)."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        if kwargs.get("output_attentions"):
-            raise ValueError("output_attentions=True is not supported: recurrent mixers have no attention weights")
+        self._refuse_unsupported(output_attentions)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if layout is None:
-            layout = self.layout_of(hidden_states, attention_mask, position_ids, past_key_values, **kwargs)
+            refuse_unknown(self, where)
+            layout = self.layout_of(hidden_states, attention_mask, position_ids, past_key_values, **where)
         past_key_values = self._cache(past_key_values, use_cache, layout)
         states = []
         hidden_states = layout.enter(hidden_states)
         for layer in self.layers:
             if output_hidden_states:
                 states.append(layout.leave(hidden_states))
+                hidden_states = layout.enter(states[-1])  # through the returned tensor, so that it receives gradients
             hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
         hidden_states = layout.leave(self.norm(hidden_states))
         if past_key_values is not None:
@@ -161,39 +185,59 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        cu_seqlens: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | SequenceBoundaries | None = None,
+        seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
         all_tokens_valid: bool = False,
-        **kwargs: Any,
     ) -> TokenLayout:
         """Where the tokens of a call with ``tokens [B, T, ...]`` are.
 
-        ``attention_mask [B, past + T]`` marks tokens with 1. A pack is one row with ``cu_seqlens`` (or the Trainer's
-        ``cu_seq_lens_q``) or with ``position_ids`` that restart. ``all_tokens_valid=True`` promises that no new token
-        is masked.
+        ``attention_mask [B, past + T]`` marks tokens with 1. A pack is one row with ``cu_seqlens [N + 1]``, with
+        ``seq_idx [1, T]`` (the number of each token's sequence) or with ``position_ids`` that restart; the Trainer's
+        collator writes ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (which must agree) and lengths that follow from them.
+        ``all_tokens_valid=True`` promises that no new token is masked.
         """
+        if cu_seq_lens_q is not None and cu_seq_lens_k is not None and not torch.equal(cu_seq_lens_q, cu_seq_lens_k):
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal: queries and keys are the same tokens")
+        if self.has_attention and isinstance(past_key_values, StaticCache):
+            raise ValueError(
+                "past_key_values: attention layers here need a DynamicCache(config=model.config), not a StaticCache"
+            )
         return make_layout(
             (tokens.shape[0], tokens.shape[1]),
             attention_mask=attention_mask,
             position_ids=position_ids,
             cu_seqlens=cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
-            past_key_values=past_key_values,
+            seq_idx=seq_idx,
+            past_length=None if past_key_values is None else past_key_values.get_seq_length(),
             has_attention=self.has_attention,
             all_tokens_valid=all_tokens_valid,
         )
 
+    def _refuse_unsupported(self, output_attentions: bool | None) -> None:
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError("output_attentions=True is not supported: recurrent mixers have no attention weights")
+        if not torch.compiler.is_compiling():
+            refuse_sequence_parallelism()
+
     def _cache(self, past_key_values: Cache | None, use_cache: bool | None, layout: TokenLayout) -> Cache | None:
-        """The cache to fill: the given one, or a new one if wanted; none in training or for packs."""
+        """The cache to fill: the given one, or a new one if ``use_cache`` (default: the config's, not in training)."""
+        recomputes = self.training and self.is_gradient_checkpointing
         if past_key_values is not None:
-            if self.training and self.is_gradient_checkpointing:
+            if recomputes:
                 raise ValueError("past_key_values cannot be used in training with gradient checkpointing")
             return past_key_values
+        if use_cache and layout.packed_by_caller:
+            raise ValueError("use_cache=True cannot continue a pack; pad the batch and give attention_mask")
+        if use_cache and recomputes:
+            logger.warning_once("use_cache=True has no effect in training with gradient checkpointing")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        packed_by_caller = layout.boundaries is not None and not layout.unpadded
-        if not use_cache or packed_by_caller or (self.training and self.is_gradient_checkpointing):
-            return None
-        return DynamicCache(config=self.config)
+        return DynamicCache(config=self.config) if use_cache and not (layout.packed_by_caller or recomputes) else None
 
 
 class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMixin):
@@ -217,34 +261,47 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **where: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits ``[B, T, V]`` and, with ``labels [B, T]`` (shifted here), the loss.
+        """Logits ``[B, T, V]`` and, with ``labels [B, T]`` (shifted here) or ``shift_labels [B, T]``, the loss.
 
-        With ``config.loss_chunk_size`` and labels the logits are never built and the output's ``logits`` is None.
-        Further arguments: ``cu_seqlens`` (see ``MomentumDeltaNetModel.layout_of``) and ``num_items_in_batch``.
+        The loss is a mean over the labelled tokens, or a sum divided by ``num_items_in_batch``. With
+        ``config.loss_chunk_size`` and labels the logits are never built and the output's ``logits`` is None.
+        ``where`` are the further arguments of ``MomentumDeltaNetModel.layout_of``, such as ``cu_seqlens``.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None:
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        layout = self.model.layout_of(tokens, attention_mask, position_ids, past_key_values, **kwargs)
+        refuse_unknown(self, where)
+        layout = self.model.layout_of(tokens, attention_mask, position_ids, past_key_values, **where)
+        wants_loss = labels is not None or shift_labels is not None
+        if wants_loss and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError("logits_to_keep cannot be combined with labels: the loss needs all logits")
+        if shift_labels is None and labels is not None:
+            shift_labels = self._shifted(labels, attention_mask, layout)
+        elif shift_labels is not None:
+            _check_labels("shift_labels", shift_labels, layout)
         outputs = self.model(
             input_ids=input_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
             layout=layout,
-            **kwargs,
+            return_dict=True,
         )
         hidden_states = outputs.last_hidden_state
         loss, logits = None, None
-        if labels is None or self.config.loss_chunk_size is None:
+        if shift_labels is None or self.config.loss_chunk_size is None:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden_states[:, kept])
-        if labels is not None:
-            loss = self._loss(hidden_states, logits, labels, attention_mask, layout, **kwargs)
+        if shift_labels is not None:
+            loss = self._loss(hidden_states, logits, shift_labels, num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=loss,  # type: ignore[arg-type]
             logits=logits,
@@ -252,27 +309,24 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
             hidden_states=outputs.hidden_states,
         )
 
+    def _shifted(self, labels: Tensor, attention_mask: Tensor | None, layout: TokenLayout) -> Tensor:
+        """Each token's label is the next token. Masked tokens do not count, and the last token of a packed sequence
+        does not predict the first of the next."""
+        _check_labels("labels", labels, layout)
+        valid, last = None, None
+        if layout.unpadded and attention_mask is not None:
+            valid = attention_mask[:, -labels.shape[1] :].bool()
+        elif layout.boundaries is not None:
+            last = layout.boundaries.cu_seqlens[1:] - 1
+        return shift_labels_left(labels, valid, last)
+
     def _loss(
         self,
         hidden_states: Tensor,
         logits: Tensor | None,
-        labels: Tensor,
-        attention_mask: Tensor | None,
-        layout: TokenLayout,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
+        shift_labels: Tensor,
+        num_items_in_batch: Tensor | int | None,
     ) -> Tensor:
-        """Mean cross entropy of the next token, or its sum over ``num_items_in_batch``. Masked tokens do not count, and
-        the last token of a packed sequence does not predict the first of the next."""
-        if shift_labels is None:
-            valid = (
-                attention_mask[:, -labels.shape[1] :].bool() if layout.unpadded and attention_mask is not None else None
-            )
-            last = (
-                layout.boundaries.cu_seqlens[1:] - 1 if layout.boundaries is not None and not layout.unpadded else None
-            )
-            shift_labels = shift_labels_left(labels, valid, last)
         if logits is None:
             chunk_size = self.config.loss_chunk_size
             return chunked_linear_cross_entropy(
@@ -280,7 +334,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
             )
         return self.loss_function(
             logits=logits,
-            labels=labels,
+            labels=None,
             vocab_size=self.vocab_size,
             shift_labels=shift_labels.contiguous(),
             num_items_in_batch=num_items_in_batch,
@@ -309,3 +363,39 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         if next_sequence_length == 1 and not is_first_iteration:
             inputs["all_tokens_valid"] = True
         return inputs
+
+
+def refuse_unknown(model: nn.Module, where: dict[str, Any]) -> None:
+    unknown = sorted(set(where) - set(inspect.signature(MomentumDeltaNetModel.layout_of).parameters))
+    if unknown:
+        raise TypeError(f"{type(model).__name__}.forward() got unknown arguments: {', '.join(unknown)}")
+
+
+def _check_labels(name: str, labels: Tensor, layout: TokenLayout) -> None:
+    if tuple(labels.shape) != layout.shape:
+        raise ValueError(f"{name} must have the tokens' shape {list(layout.shape)}, got {list(labels.shape)}")
+
+
+def make_readable(directory: Path) -> None:
+    """Gives every file in ``directory`` the permissions of a newly created one, without taking any away."""
+    umask = os.umask(0)  # the only way to read it
+    os.umask(umask)
+    for path in directory.iterdir():
+        if path.is_file():
+            path.chmod(path.stat().st_mode | (0o666 & ~umask))
+
+
+def refuse_sequence_parallelism() -> None:
+    """accelerate's sequence and context parallelism cut every row over the ranks, where each recurrent state would
+    begin anew and attention see its own part only: the loss would look right and the gradients be wrong."""
+    accelerate_state = sys.modules.get("accelerate.state")
+    if accelerate_state is None:
+        return
+    parallelism = accelerate_state.AcceleratorState._shared_state.get("parallelism_config")
+    for name in ("sp_size", "cp_size"):
+        if getattr(parallelism, name, 1) > 1:
+            raise ValueError(
+                f"accelerate's ParallelismConfig({name}={getattr(parallelism, name)}) is not supported by this model: "
+                "its layers carry a state along the sequence, which would restart on every rank; "
+                f"train with {name}=1"
+            )

@@ -1,4 +1,4 @@
-"""Where every parameter's first value comes from: one table of named initialisers.
+"""Where every parameter's initial value comes from: one table of named initialisers.
 
 An initialiser maps (parameter, module, config) to a new tensor of the parameter's shape. Nothing is computed in a
 constructor that is not also here, so a model built on the meta device, moved with ``to_empty`` and initialised from
@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mdn.layers import rwkv7_init
+from mdn.layers.conv import ShortConvolution
 from mdn.layers.norms import RMSNorm
-from mdn.layers.short_conv import ShortConvolution
 
-Initialiser = Callable[[Tensor, nn.Module, Any], Tensor]
+Initialiser = Callable[[Tensor, Any, Any], Tensor]
 SMALLEST = 1e-6  # keeps log U(0, x) away from log 0
 DEFAULT_STD = 0.02
 
 
-def normal(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
+def normal(parameter: Tensor, module: Any, config: Any) -> Tensor:
     """N(0, initializer_range), with a zero row for the padding token of an embedding."""
     value = torch.randn_like(parameter) * getattr(config, "initializer_range", DEFAULT_STD)
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -31,36 +30,36 @@ def normal(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
     return value
 
 
-def ones(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
+def ones(parameter: Tensor, module: Any, config: Any) -> Tensor:
     return torch.ones_like(parameter)
 
 
-def zeros(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
+def zeros(parameter: Tensor, module: Any, config: Any) -> Tensor:
     return torch.zeros_like(parameter)
 
 
 def log_of_uniform(high: float, low: float = 0.0) -> Initialiser:
     """log U(low, high): a positive per-head scale, stored as its logarithm."""
 
-    def initialiser(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
+    def initialiser(parameter: Tensor, module: Any, config: Any) -> Tensor:
         return (torch.rand_like(parameter) * (high - low) + low).clamp_min(SMALLEST).log()
 
     return initialiser
 
 
-def inverse_softplus_time_step(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
+def inverse_softplus_time_step(parameter: Tensor, module: Any, config: Any) -> Tensor:
     """b with softplus(b) = dt, dt log-uniform in [1e-3, 1e-1] (the time step of Mamba2 and Gated DeltaNet)."""
     low, high = math.log(1e-3), math.log(1e-1)
     dt = (torch.rand_like(parameter) * (high - low) + low).exp()
     return dt + torch.log(-torch.expm1(-dt))
 
 
-def correction_factor(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
+def correction_factor(parameter: Tensor, module: Any, config: Any) -> Tensor:
     """The constant that Comba's query correction starts with."""
-    return torch.full_like(parameter, float(module.correction_factor))  # type: ignore[arg-type]
+    return torch.full_like(parameter, float(module.correction_factor))
 
 
-def scaled_by_depth(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
+def scaled_by_depth(parameter: Tensor, module: Any, config: Any) -> Tensor:
     """Uniform with standard deviation 1 / sqrt(3 fan_in layers): the residual sum does not grow with the depth."""
     bound = 1 / math.sqrt(parameter.shape[1] * getattr(config, "num_hidden_layers", 1))
     return torch.empty_like(parameter).uniform_(-bound, bound)
@@ -69,10 +68,84 @@ def scaled_by_depth(parameter: Tensor, module: nn.Module, config: Any) -> Tensor
 def same_as(name: str) -> Initialiser:
     """The value of another parameter of the same module, which is initialised first."""
 
-    def initialiser(parameter: Tensor, module: nn.Module, config: Any) -> Tensor:
+    def initialiser(parameter: Tensor, module: Any, config: Any) -> Tensor:
         return getattr(module, name).detach().clone()
 
     return initialiser
+
+
+# ------------------------------------------------------------------------------------------------------------- RWKV-7
+# Curves over the channels, which bend with the depth of the layer. What depends on the layer is kept in the modules as
+# plain numbers (``gain``, ``initial_weight``, ``layer_idx``) or as a function without arguments (``bias_curve``).
+
+
+def orthogonal(parameter: Tensor, module: Any, config: Any) -> Tensor:
+    """An orthogonal matrix times the module's ``gain``, computed in float32; zeros for a gain of 0."""
+    value = torch.zeros(parameter.shape, device=parameter.device)
+    return nn.init.orthogonal_(value, gain=module.gain) if module.gain else value
+
+
+def bias_curve(parameter: Tensor, module: Any, config: Any) -> Tensor:
+    return torch.zeros_like(parameter) if module.bias_curve is None else module.bias_curve()
+
+
+def initial_weight(parameter: Tensor, module: Any, config: Any) -> Tensor:
+    return torch.full_like(parameter, module.initial_weight)
+
+
+def token_mix(exponent: float) -> Initialiser:
+    """1 - (channel / channels)^(exponent * share of the layers still to come)."""
+
+    def initialiser(parameter: Tensor, module: Any, config: Any) -> Tensor:
+        channels = parameter.numel()
+        to_come = 1 - (module.layer_idx or 0) / module.num_hidden_layers
+        return (1 - (torch.arange(channels) / channels) ** (exponent * to_come)).reshape(parameter.shape)
+
+    return initialiser
+
+
+def channel_mix(parameter: Tensor, module: Any, config: Any) -> Tensor:
+    """1 - (channel / channels)^(share of the layers still to come, to the fourth)."""
+    channels = parameter.numel()
+    to_come = 1 - module.layer_idx / module.num_hidden_layers
+    return 1 - (torch.arange(channels) / channels) ** (to_come**4)
+
+
+def key_scale(parameter: Tensor, module: Any, config: Any) -> Tensor:
+    return 0.71 - 0.1 * centred(parameter.numel())
+
+
+def constant(value: float) -> Initialiser:
+    def initialiser(parameter: Tensor, module: Any, config: Any) -> Tensor:
+        return torch.full_like(parameter, value)
+
+    return initialiser
+
+
+def decay_bias(channels: int, head_dim: int, depth: float) -> Tensor:
+    """Slow to fast over the channels, steeper in deeper layers (depth 0 to 1), with a zigzag inside every head."""
+    ramp = -6 + 6 * (torch.arange(channels) / max(1, channels - 1)) ** (1 + depth**0.3)
+    return ramp + 0.5 + 2.5 * zigzag(channels, head_dim)
+
+
+def rate_bias(channels: int, head_dim: int) -> Tensor:
+    return -0.19 + 0.3 * zigzag(channels, head_dim) + 0.4 * centred(channels)
+
+
+def value_bias(channels: int) -> Tensor:
+    return 0.73 - 0.4 * centred(channels)
+
+
+def centred(channels: int) -> Tensor:
+    """From -1/2 to 1/2."""
+    return torch.arange(channels) / max(1, channels - 1) - 0.5
+
+
+def zigzag(channels: int, head_dim: int) -> Tensor:
+    """From -1 to 1 inside every head, flat in the middle."""
+    half = max(1, head_dim - 1) / 2
+    place = (torch.arange(channels) % head_dim - half) / half
+    return place * place.abs()
 
 
 INITIALISERS: dict[str, Initialiser] = {
@@ -87,16 +160,16 @@ INITIALISERS: dict[str, Initialiser] = {
     "same as dt_bias": same_as("dt_bias"),
     "correction factor": correction_factor,
     "scaled by depth": scaled_by_depth,
-    "RWKV-7 orthogonal": rwkv7_init.orthogonal,
-    "RWKV-7 bias": rwkv7_init.bias_curve,
-    "RWKV-7 norm": rwkv7_init.first_weight,
-    "RWKV-7 mix 0.2": rwkv7_init.token_mix(0.2),
-    "RWKV-7 mix 0.7": rwkv7_init.token_mix(0.7),
-    "RWKV-7 mix 0.9": rwkv7_init.token_mix(0.9),
-    "RWKV-7 channel mix": rwkv7_init.channel_mix,
-    "RWKV-7 key scale": rwkv7_init.key_scale,
-    "1.02": rwkv7_init.constant(1.02),
-    "-0.04": rwkv7_init.constant(-0.04),
+    "RWKV-7 orthogonal": orthogonal,
+    "RWKV-7 bias": bias_curve,
+    "RWKV-7 norm": initial_weight,
+    "RWKV-7 mix 0.2": token_mix(0.2),
+    "RWKV-7 mix 0.7": token_mix(0.7),
+    "RWKV-7 mix 0.9": token_mix(0.9),
+    "RWKV-7 channel mix": channel_mix,
+    "RWKV-7 key scale": key_scale,
+    "1.02": constant(1.02),
+    "-0.04": constant(-0.04),
 }
 
 # (class of the module that owns the parameter, or its name; parameter name) -> initialiser.
@@ -151,9 +224,7 @@ def initialiser_name(module: nn.Module, parameter_name: str) -> str:
         owned = type(module).__name__ == owner if isinstance(owner, str) else isinstance(module, owner)
         if owned and name == parameter_name:
             return initialiser
-    raise ValueError(
-        f"no initialiser for {type(module).__name__}.{parameter_name}: add a row to mdn.layers.initialisers.TABLE"
-    )
+    raise ValueError(f"no initialiser for {type(module).__name__}.{parameter_name}: add a row to mdn.layers.init.TABLE")
 
 
 @torch.no_grad()

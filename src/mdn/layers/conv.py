@@ -1,8 +1,8 @@
 """Causal depthwise convolution over the last few tokens, followed by SiLU: ``y_t = silu(sum_j w_j x_{t - W + 1 + j})``.
 
 Shapes: x, y ``[B, T, C]`` or packed ``[1, total, C]``; weight ``[C, 1, W]``; state ``[N, C, W - 1]``, the last inputs
-of every sequence, oldest first. No sequence of a pack sees another one: each gets its own W - 1 places in front, filled
-with its state or with zeros.
+of every sequence, oldest first. No sequence of a pack sees another one: each gets its own W - 1 entries in front,
+filled with its state or with zeros.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.layers.layout import TokenLayout
+from mdn.layers.token_layout import TokenLayout
 
 
 class ShortConvolution(nn.Module):
@@ -29,26 +29,24 @@ class ShortConvolution(nn.Module):
     def forward(
         self, x: Tensor, layout: TokenLayout | None = None, state: Tensor | None = None, return_state: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """y, and the state after the last token if asked for; ``state=None`` means zeros (nothing came before)."""
+        """y, and with ``return_state`` the state after the last token; ``state=None``: nothing came before."""
         history = self.width - 1
         if layout is None or layout.boundaries is None:
             extended = F.pad(x, (0, 0, history, 0)) if state is None else torch.cat([state.mT.to(x.dtype), x], dim=1)
             y = self._convolve(extended)
             last = extended[:, x.shape[1] :].mT if return_state else None
             return y, last
-        tokens, front, tail = layout.extended_indices(history)
-        extended = x.new_zeros(1, x.shape[1] + front.numel(), self.channels).index_copy(1, tokens, x)
+        at = layout.extended_indices(history)
+        extended = x.new_zeros(1, x.shape[1] + at.front.numel(), self.channels).index_copy(1, at.tokens, x)
         if state is not None:
-            extended = extended.index_copy(1, front, state.mT.to(x.dtype).reshape(1, -1, self.channels))
-        # place t of the valid convolution ends at entry t + history of the extended pack
-        y = self._convolve(extended).index_select(1, tokens - history)
-        last = None
-        if return_state:
-            last = extended[0].index_select(0, tail).reshape(-1, history, self.channels).mT
+            extended = extended.index_copy(1, at.front, state.mT.to(x.dtype).reshape(1, -1, self.channels))
+        # output t of the valid convolution ends at entry t + history of the extended pack
+        y = self._convolve(extended).index_select(1, at.tokens - history)
+        last = extended[0].index_select(0, at.last).reshape(-1, history, self.channels).mT if return_state else None
         return y, last
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """One token ``[B, C]`` after ``state [B, C, W - 1]``, which is moved on in place."""
+        """One token ``[B, C]`` after ``state [B, C, W - 1]``, which advances in place."""
         window = torch.cat([state, x.to(state.dtype).unsqueeze(-1)], dim=-1)
         state.copy_(window[..., 1:])
         y = (window * self._taps().mT).sum(-1)

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from mdn.models.checkpoint_families import FAMILIES, NEVER_STORED, REQUIRED, Family, Fields
-from mdn.models.configuration import MomentumDeltaNetConfig
+from mdn.models.config import MomentumDeltaNetConfig
+from mdn.models.convert_families import FAMILIES, NEVER_STORED, REQUIRED, Family, Fields
 from mdn.models.modeling import MomentumDeltaNetForCausalLM
 
 TOKENIZER_FILES = (
