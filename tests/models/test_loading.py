@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from mdn.layers.init import INITIALISERS, initialiser_name
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM, MomentumDeltaNetModel
-from mdn.models.info import load_config, model_facts
-from mdn.models.info import shipped_configs
+from mdn.models.info import load_config, model_facts, shipped_configs
 from small_models import MODELS, small_config, small_model, tokens
 
 # The authors' 400M file as they publish it, with every key it has.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, DynamicCache
 
 from mdn.ops.boundaries import SequenceBoundaries
 from small_models import MODELS, relative_error, small_model, tokens
@@ -11,8 +11,13 @@ LENGTHS = [5, 1, 70, 2, 1, 33]
 
 
 def packed_inputs(kind: str):
-    """The three ways to say where the samples of a pack begin."""
+    """The ways to say where the samples of a pack begin; collators may add a mask of ones."""
+    kind, _, with_mask = kind.partition(" and ")
+    if with_mask:
+        return {**packed_inputs(kind), "attention_mask": torch.ones(1, sum(LENGTHS), dtype=torch.long)}
     cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
+    if kind == "seq_idx":
+        return {"seq_idx": torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None].int()}
     if kind == "position_ids":
         return {"position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]}
     if kind == "cu_seq_lens_q":
@@ -21,7 +26,13 @@ def packed_inputs(kind: str):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["cu_seqlens", "boundaries", "cu_seq_lens_q", "position_ids"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("cu_seqlens", "boundaries", "cu_seq_lens_q", "position_ids", "seq_idx"),
+        *("cu_seqlens and a mask of ones", "position_ids and a mask of ones", "seq_idx and a mask of ones"),
+    ],
+)
 @pytest.mark.parametrize("name", ["momentum_deltanet", "hybrid"])
 def test_every_way_to_mark_a_pack_gives_the_samples_apart(name, kind):
     model = small_model(name)
@@ -63,11 +74,19 @@ def test_perturbing_another_sample_of_the_pack_changes_nothing(name):
     assert not torch.equal(before, after)
 
 
-@pytest.mark.parametrize("flash_arguments", [False, True])
-def test_the_trainers_padding_free_collator_gives_the_loss_of_the_samples(flash_arguments):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"return_flash_attn_kwargs": True},
+        {"return_seq_idx": True},
+        {"return_seq_idx": True, "return_position_ids": False},
+    ],
+)
+def test_the_trainers_padding_free_collator_gives_the_loss_of_the_samples(options):
     model = small_model("hybrid")
     samples = [tokens(1, length, seed=length)[0].tolist() for length in (9, 4, 17)]
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=flash_arguments)
+    collate = DataCollatorWithFlattening(**options)
     batch = collate([{"input_ids": sample} for sample in samples])
     losses = [model(torch.tensor([s]), labels=torch.tensor([s])).loss * (len(s) - 1) for s in samples]
     torch.testing.assert_close(model(**batch).loss, sum(losses) / sum(len(s) - 1 for s in samples))
@@ -98,11 +117,25 @@ def test_contradictions_are_refused_by_name():
     cu_seqlens = torch.tensor([0, 2, 6])
     with pytest.raises(ValueError, match="batch of 1"):
         model(ids, cu_seqlens=cu_seqlens)
-    with pytest.raises(ValueError, match="cu_seqlens or attention_mask"):
-        model(ids[:1], cu_seqlens=cu_seqlens, attention_mask=torch.ones(1, 6))
+    with pytest.raises(ValueError, match="a pack has no padding"):
+        model(ids[:1], cu_seqlens=cu_seqlens, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]))
+    with pytest.raises(ValueError, match="cu_seqlens and seq_idx contradict"):
+        model(ids[:1], cu_seqlens=cu_seqlens, seq_idx=torch.tensor([[0, 0, 0, 1, 1, 1]]))
+    with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k must be equal"):
+        model(ids[:1], cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=torch.tensor([0, 3, 6]))
+    with pytest.raises(ValueError, match=r"seq_idx must have shape \[1, 6\]"):
+        model(ids[:1], seq_idx=torch.tensor([0, 0, 1, 1, 1, 1]))
     with pytest.raises(ValueError, match="past_key_values"):
         model(ids[:1], cu_seqlens=cu_seqlens, past_key_values=model(ids[:1], use_cache=True).past_key_values)
     with pytest.raises(ValueError, match="cover all 6 tokens"):
         model(ids[:1], cu_seqlens=torch.tensor([0, 5]))
-    with pytest.raises(ValueError, match="position_ids that restart"):
-        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]] * 2))
+    restarting = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    for mask in (None, torch.ones(2, 6)):
+        with pytest.raises(ValueError, match="position_ids that restart"):
+            model(ids, position_ids=restarting.expand(2, -1), attention_mask=mask)
+    with pytest.raises(ValueError, match="position_ids restart inside a row"):
+        model(ids[:1], position_ids=restarting, attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]]))
+    with pytest.raises(ValueError, match="past_key_values"):
+        model(ids[:1], position_ids=restarting, past_key_values=DynamicCache(config=model.config))
+    with pytest.raises(ValueError, match="use_cache=True cannot continue a pack"):
+        model(ids[:1], cu_seqlens=cu_seqlens, use_cache=True)

@@ -30,7 +30,7 @@ class LayerState:
     @property
     def layer(self) -> Any:
         layers = getattr(self.cache, "layers", ())
-        if self.layer_idx >= len(layers) or not hasattr(layers[self.layer_idx], "recurrent_states"):
+        if self.layer_idx >= len(layers) or not hasattr(layers[self.layer_idx], "has_recurrent_state"):
             raise ValueError(
                 f"past_key_values has no recurrent state for layer {self.layer_idx}: "
                 "make the cache with DynamicCache(config=model.config)"
@@ -57,7 +57,7 @@ class LayerState:
 
     def recurrent(self, number: int = 0) -> Tensor | None:
         layer = self.layer
-        return self._checked(layer.recurrent_states.get(number)) if layer.has_previous_state.get(number) else None
+        return self._checked(layer.recurrent_states.get(number)) if layer.has_recurrent_state.get(number) else None
 
     def held_conv(self, number: int = 0) -> Tensor:
         """The held tensor itself, to be updated in place; it is an error if nothing came before."""

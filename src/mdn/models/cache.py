@@ -23,6 +23,8 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
         super().__init__(number_of_states=0)
         self.keys = self.values = None
         self.is_initialized = False
+        # transformers keeps one flag for the conv and the recurrent state of a number; a mixer writes one before the other
+        self.has_recurrent_state: dict[int, bool] = {}
         self.columns = 0
 
     def _make_room(self, number: int) -> None:
@@ -58,7 +60,7 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
         if held is not None and held.shape != recurrent_states.shape:
             self.is_recurrent_states_initialized[state_idx] = False
         state = super().update_recurrent_state(recurrent_states, state_idx)
-        self.has_previous_state[state_idx] = True
+        self.has_previous_state[state_idx] = self.has_recurrent_state[state_idx] = True
         return state
 
     # ---------------------------------------------------------------- length
@@ -75,6 +77,7 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def reset(self) -> None:
         super().reset()
+        self.has_recurrent_state.clear()
         self.columns = 0
 
     # ---------------------------------------------------------------- batch

@@ -377,12 +377,11 @@ def _check_labels(name: str, labels: Tensor, layout: TokenLayout) -> None:
 
 
 def make_readable(directory: Path) -> None:
-    """Gives every file in ``directory`` the permissions of a newly created one, without taking any away."""
+    """Gives the weight files in ``directory`` the permissions of any other new file."""
     umask = os.umask(0)  # the only way to read it
     os.umask(umask)
-    for path in directory.iterdir():
-        if path.is_file():
-            path.chmod(path.stat().st_mode | (0o666 & ~umask))
+    for path in directory.glob("*.safetensors"):
+        path.chmod(0o666 & ~umask)
 
 
 def refuse_sequence_parallelism() -> None:
