@@ -69,7 +69,8 @@ def same_as(name: str) -> Initialiser:
     """The value of another parameter of the same module, which is initialised first."""
 
     def initialiser(parameter: Tensor, module: Any, config: Any) -> Tensor:
-        return getattr(module, name).detach().clone()
+        other: Tensor = getattr(module, name)
+        return other.detach().clone()
 
     return initialiser
 
@@ -99,7 +100,8 @@ def token_mix(exponent: float) -> Initialiser:
     def initialiser(parameter: Tensor, module: Any, config: Any) -> Tensor:
         channels = parameter.numel()
         to_come = 1 - (module.layer_idx or 0) / module.num_hidden_layers
-        return (1 - (torch.arange(channels) / channels) ** (exponent * to_come)).reshape(parameter.shape)
+        curve: Tensor = 1 - (torch.arange(channels) / channels) ** (exponent * to_come)
+        return curve.reshape(parameter.shape)
 
     return initialiser
 
@@ -108,7 +110,8 @@ def channel_mix(parameter: Tensor, module: Any, config: Any) -> Tensor:
     """1 - (channel / channels)^(share of the layers still to come, to the fourth)."""
     channels = parameter.numel()
     to_come = 1 - module.layer_idx / module.num_hidden_layers
-    return 1 - (torch.arange(channels) / channels) ** (to_come**4)
+    curve: Tensor = 1 - (torch.arange(channels) / channels) ** (to_come**4)
+    return curve
 
 
 def key_scale(parameter: Tensor, module: Any, config: Any) -> Tensor:
@@ -124,7 +127,7 @@ def constant(value: float) -> Initialiser:
 
 def decay_bias(channels: int, head_dim: int, depth: float) -> Tensor:
     """Slow to fast over the channels, steeper in deeper layers (depth 0 to 1), with a zigzag inside every head."""
-    ramp = -6 + 6 * (torch.arange(channels) / max(1, channels - 1)) ** (1 + depth**0.3)
+    ramp: Tensor = -6 + 6 * (torch.arange(channels) / max(1, channels - 1)) ** (1 + depth**0.3)
     return ramp + 0.5 + 2.5 * zigzag(channels, head_dim)
 
 

@@ -29,7 +29,8 @@ class ElementwiseProduct(nn.Module):
         self.layer2 = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer1(x) * self.layer2(x)
+        y: Tensor = self.layer1(x) * self.layer2(x)
+        return y
 
 
 class EluPlusOne(nn.Module):
@@ -101,7 +102,7 @@ class LinearAttention(ProjectedMixer):
             cu_seqlens=layout.boundaries,
             backend=self.backend,
         )
-        if state is not None:
+        if state is not None and final_state is not None:
             S, z = final_state
             state.write_recurrent(S, 0)
             state.write_recurrent(z[:, 0], 1)

@@ -146,8 +146,9 @@ class MomentumRule(nn.Module):
 
     It owns no parameters. As a module it is the place for a forward hook that sees everything the rule sees:
     ``layer.rule.register_forward_hook(hook, with_kwargs=True)`` calls ``hook(module, (), inputs, output)``, where
-    ``inputs`` has the keys of ``forward``'s arguments (q, k, v, gates, initial_state, ...) and ``output`` the outputs
-    and, if a cache is in use, the final state. Decode steps go through ``step``, which no hook sees.
+    ``inputs`` has the keys of ``forward``'s arguments (q, k, v, gates, initial_state, ...) and ``output`` is
+    ``MomentumOutput(o, final_state)``, with a final state if a cache is in use. Decode steps go through ``step``, which
+    no hook sees.
     """
 
     def __init__(self, mode: str, block_size: int, use_p_times_alpha: bool, backend: str):
@@ -170,11 +171,11 @@ class MomentumRule(nn.Module):
         k: Tensor,
         v: Tensor,
         gates: Gates,
-        initial_state: Tensor | None,
+        initial_state: tuple[Tensor, Tensor] | None,
         output_final_state: bool,
         boundaries: SequenceBoundaries | None,
-    ) -> Any:
-        """q, k ``[B, T, H, K]``, v ``[B, T, HV, V]``, gates ``[B, T, HV]``, states ``[2, N, HV, K, V]``."""
+    ) -> ops.MomentumOutput:
+        """q, k ``[B, T, H, K]``, v ``[B, T, HV, V]``, gates ``[B, T, HV]``; initial S and M ``[N, HV, K, V]``."""
         arguments: dict[str, Any] = {
             "q": q,
             "k": k,
@@ -345,25 +346,21 @@ class MomentumDeltaNet(ProjectedMixer):
         self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None
     ) -> Tensor:
         """S and M are recurrent states 0 and 1."""
-        initial_state = None
-        if state is not None and state.recurrent(0) is not None:
-            initial_state = torch.stack([state.held_recurrent(0), state.held_recurrent(1)])
-        output = self.rule(
+        S, M = (None, None) if state is None else (state.initial_recurrent(0), state.initial_recurrent(1))
+        output: ops.MomentumOutput = self.rule(
             q=self._corrected(q, k),
             k=k,
             v=v,
             gates=self.gates(hidden_states),
-            initial_state=initial_state,
+            initial_state=None if S is None or M is None else (S, M),
             output_final_state=state is not None,
             boundaries=layout.boundaries,
         )
-        o: Tensor
-        o, final_state = output
-        if state is not None:
-            S, M = final_state
+        if state is not None and output.final_state is not None:
+            S, M = output.final_state
             state.write_recurrent(S, 0)
             state.write_recurrent(M, 1)
-        return o
+        return output.o
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, state: LayerState) -> Tensor:
         states = state.held_recurrent(0), state.held_recurrent(1)

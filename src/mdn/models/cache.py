@@ -23,7 +23,7 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
         super().__init__(number_of_states=0)
         self.keys = self.values = None
         self.is_initialized = False
-        # transformers keeps one flag for the conv and the recurrent state of a number; a mixer writes one before the other
+        # transformers has one flag for both states of a number, but a mixer writes the conv state first
         self.has_recurrent_state: dict[int, bool] = {}
         self.columns = 0
 
