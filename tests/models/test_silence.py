@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from mdn.layers import MIXERS
 from mdn.models import MomentumDeltaNetForCausalLM
 from small_models import MODELS, relative_error, small_config, small_model, tokens
 
@@ -230,3 +231,14 @@ def test_copying_a_config_keeps_every_field():
     config = small_config("hybrid", mixer_options={"tau_factor": 2})
     assert copy.deepcopy(config).to_dict() == config.to_dict()
     assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted({*MIXERS} - {"attention"}))
+def test_a_backend_requested_by_name_is_also_the_one_that_decodes(name):
+    model = small_model(name, backend="torch")
+    cache = model(tokens(1, 4), use_cache=True).past_key_values
+    mixer = model.model.layers[0].attn
+    getattr(mixer, "rule", mixer).backend = "nonsense"
+    with pytest.raises(ValueError, match="nonsense"):
+        model(tokens(1, 1), past_key_values=cache)

@@ -111,8 +111,7 @@ class LinearAttention(ProjectedMixer):
     def step(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, state: LayerState) -> Tensor:
         z = state.held_recurrent(1) if self.do_feature_map_norm else None
         inputs = self.rule_inputs(q, k, v, hidden_states)
-        o: Tensor = first_order.linear_attn_step(**inputs, state=state.held_recurrent(0), z_state=z)
-        return o
+        return self.apply_step(first_order.linear_attn_step, inputs, state, z_state=z)
 
     def output(self, o: Tensor, hidden_states: Tensor) -> Tensor:
         """FLA's checkpoints call the norm ``norm``."""

@@ -75,7 +75,7 @@ class Mamba2(Mixer):
         if state is not None and state.is_decode_step():
             streams = self.conv1d.step(streams[:, 0], state.held_conv(0))
             inputs, skip = self._rule_inputs(streams, dt[:, 0])
-            o = first_order.simple_gla_step(**inputs, scale=1.0, state=state.held_recurrent(0)) + skip
+            o = self.apply_step(first_order.simple_gla_step, inputs, state, scale=1.0) + skip
             o = o.unsqueeze(1)
         else:
             before = None if state is None else state.conv(0)

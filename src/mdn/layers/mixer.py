@@ -181,6 +181,12 @@ class Mixer(nn.Module):
             state.write_recurrent(final_state, 0)
         return o
 
+    def apply_step(self, rule: Rule, inputs: dict[str, Any], state: LayerState, **options: Any) -> Tensor:
+        """o ``[B, HV, V]`` of one token per row; the held state is updated in place."""
+        # The gates come from maps that cannot leave their range, so their values are not checked again.
+        o: Tensor = rule(**inputs, state=state.held_recurrent(0), backend=self.backend, check_gates=False, **options)
+        return o
+
     def reset_parameters(self) -> None:
         """Fresh values from the table of initialisers for the parameters that this module itself owns."""
         initialise(self)
@@ -261,8 +267,7 @@ class ProjectedMixer(Mixer):
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, state: LayerState) -> Tensor:
         """o ``[B, HV, V]`` for one token per row; the held state is updated in place."""
-        o: Tensor = type(self).step_rule(**self.rule_inputs(q, k, v, hidden_states), state=state.held_recurrent(0))
-        return o
+        return self.apply_step(type(self).step_rule, self.rule_inputs(q, k, v, hidden_states), state)
 
     # ---------------------------------------------------------------- around the rule
 

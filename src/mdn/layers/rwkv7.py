@@ -161,8 +161,8 @@ class RWKV7Attention(Mixer):
         if state is not None and state.is_decode_step():
             shifted = self.token_shift.step(hidden_states[:, 0], state.held_conv(TIME_MIXING_STATE)).unsqueeze(1)
             inputs, gate = self._rule_inputs(hidden_states, shifted, layout)
-            token: dict[str, Any] = {name: x[:, 0] for name, x in inputs.items()}
-            o = first_order.rwkv7_step(**token, state=state.held_recurrent(0)).unsqueeze(1)
+            token = {name: x[:, 0] for name, x in inputs.items()}
+            o = self.apply_step(first_order.rwkv7_step, token, state).unsqueeze(1)
         else:
             before = None if state is None else state.conv(TIME_MIXING_STATE)
             shifted, after = self.token_shift(hidden_states, layout, before, return_state=state is not None)
