@@ -33,7 +33,7 @@ def test_triton_by_name_raises_with_the_reason_on_a_cpu_tensor(form, monkeypatch
 
 def test_triton_by_name_raises_when_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdn.ops.triton.availability.triton_version", lambda: None)
-    assert "Triton is not installed (pip install 'momentum-deltanet[triton]')" in forced("triton")
+    assert "Triton is not installed (pip install 'momentum-deltanet[triton]'" in forced("triton")
 
 
 def test_fla_serves_the_first_order_rules_only() -> None:
@@ -94,6 +94,17 @@ def test_the_environment_replaces_auto_and_an_argument_wins_over_it(monkeypatch:
     chunk_momentum_delta_rule(**make_inputs(T=4), backend="torch")
     monkeypatch.setenv("MDN_BACKEND", "cuda")
     assert forced("auto") == "MDN_BACKEND must be one of auto, torch, cpu, triton, fla, got 'cuda'"
+
+
+def test_a_backend_can_be_registered_for_a_while_and_auto_never_selects_it() -> None:
+    inputs = make_inputs(T=4)
+    with backends.registered_backend("mine", backends.backend_module("torch")):
+        assert explain_backend(inputs["q"], "mine") == "mine: usable"
+        assert "mine" not in explain_backend(inputs["q"])
+        o = chunk_momentum_delta_rule(**inputs, backend="mine").o
+        assert torch.equal(o, chunk_momentum_delta_rule(**inputs, backend="torch").o)
+        assert "it was not registered for scalar decay rules" in explain_backend(inputs["q"], "mine", "comba")
+    assert forced("mine") == "backend must be one of auto, torch, cpu, triton, fla, got 'mine'"
 
 
 def test_explain_gives_the_reason_against_a_backend() -> None:

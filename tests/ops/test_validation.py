@@ -194,15 +194,16 @@ def bad_step(**changes) -> str:
 def test_step_shapes() -> None:
     assert bad_step(q=torch.ones(2, 1, 2, 16)) == "q must have shape [B, H, D], got [2, 1, 2, 16]"
     assert bad_step(beta=torch.ones(2)) == "beta must have shape [2, 2], one per value head, got [2]"
-    expected = "state must have shape [2, slots, HV, K, V]: S is [1, 2, 16, 24], not [2, 2, 16, 24]"
+    expected = "S of the state must have shape [slots, HV, K, V] = [2, 2, 16, 24], got [1, 2, 16, 24]"
     assert bad_step(state=torch.ones(2, 1, 2, 16, 24)) == expected
 
 
 def test_step_state_dtype_device_and_kind() -> None:
-    expected = "state must be torch.float32 to be updated in place, got torch.float16"
+    expected = "S of the state must be torch.float32 to be updated in place, got torch.float16"
     assert bad_step(state=torch.ones(2, 2, 2, 16, 24).half()) == expected
     assert re.match(
-        r"state must be on the device of q, cpu, got meta", bad_step(state=torch.ones(2, 2, 2, 16, 24).to("meta"))
+        r"S of the state must be on the device of q, cpu, got meta",
+        bad_step(state=torch.ones(2, 2, 2, 16, 24).to("meta")),
     )
     assert re.match(r"state must be .*, got NoneType", bad_step(state=None))
 
@@ -234,6 +235,21 @@ def test_step_gates_out_of_range(name: str) -> None:
     gate = token()[name].clone()
     gate[0, 1] = float("nan")
     assert bad_step(**{name: gate}).endswith("got NaN in 1 of 4 places")
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_step_refuses_states_that_share_memory(backend: str) -> None:
+    state = torch.ones(2, 2, 2, 16, 24)
+    assert "S of the state must not overlap itself" in bad_step(
+        state=(state[0, :1].expand(2, -1, -1, -1), state[1]), backend=backend
+    )
+    assert "S and M of the state must be different memory" in bad_step(state=(state[0], state[0]), backend=backend)
+    assert "S and M of the state must be" in bad_step(state=state[:1].expand(2, -1, -1, -1, -1), backend=backend)
+
+
+def test_a_step_without_its_state_says_what_is_missing() -> None:
+    assert "state must be a tensor [2, slots, HV, K, V] or the pair (S, M), got NoneType" in bad_step(state=None)
+    assert "state must be a pair of tensors (S, M), but S is NoneType" in bad_step(state=(None, None))
 
 
 def test_nothing_is_written_to_the_state_by_a_step_that_is_refused() -> None:

@@ -10,6 +10,7 @@
 Scalar decay: linear_attn, simple_gla, delta_rule, gated_delta_rule, comba. Vector decay: gla, kda, rwkv7.
 
 The environment variable ``MDN_BACKEND`` replaces ``auto``: it is as binding as ``backend=``, which wins over it.
+``registered_backend`` adds a backend from outside for a while; ``auto`` never selects it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,17 +58,45 @@ _NOT_FOR_FAMILY = {
 }
 
 
+_ADDED: dict[str, dict[str, tuple[Any, Callable[[Tensor], str | None] | None]]] = {family: {} for family in _MODULES}
+"""family -> backends that were registered from outside: (what has forward, backward and step_, why it cannot run)"""
+
+
 def family_of(rule: str) -> str:
-    """``momentum``, ``scalar decay`` or ``vector decay``."""
+    """``momentum``, ``scalar decay`` or ``vector decay``; a rule's name or the family's own."""
+    if rule in _MODULES:
+        return rule
     if rule not in _FAMILIES:
         raise ValueError(f"rule must be one of {', '.join(_FAMILIES)}, got {rule!r}")
     return _FAMILIES[rule]
 
 
+def backend_module(backend: str, family: str = "momentum") -> Any:
+    """What computes this family: a module, imported at first use, or what was registered."""
+    return _ADDED[family][backend][0] if backend in _ADDED[family] else _import(_MODULES[family][backend])
+
+
 @cache
-def backend_module(backend: str, family: str = "momentum") -> ModuleType:
-    """The module that computes this family; imported at first use."""
-    return importlib.import_module(_MODULES[family][backend])
+def _import(module: str) -> ModuleType:
+    return importlib.import_module(module)
+
+
+@contextmanager
+def registered_backend(
+    name: str, module: Any, family: str = "momentum", why_not: Callable[[Tensor], str | None] | None = None
+) -> Iterator[None]:
+    """Make ``backend=name`` known inside the ``with`` block.
+
+    ``module`` has what docs/architecture.md asks of a backend; ``why_not`` gives the reason why it cannot run for
+    tensors like q, or None.
+    """
+    if name in BACKENDS or name in _ADDED[family]:
+        raise ValueError(f"name must be new, but there is a backend {name!r} already")
+    _ADDED[family][name] = module, why_not
+    try:
+        yield
+    finally:
+        del _ADDED[family][name]
 
 
 # ------------------------------------------------------------------------------------------------------------ requests
@@ -72,37 +104,46 @@ def backend_module(backend: str, family: str = "momentum") -> ModuleType:
 
 def requested_backend(backend: str) -> tuple[str, str]:
     """The name that was requested and, for messages, by whom: ``MDN_BACKEND`` replaces ``auto``."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend != "auto":
+        _check_name("backend", backend)
         return backend, f"backend={backend!r}"
     name = _environment()
-    if name not in BACKENDS:
-        raise ValueError(f"MDN_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}")
+    _check_name("MDN_BACKEND", name)
     return name, f"MDN_BACKEND={name!r}"
+
+
+def _check_name(argument: str, name: str) -> None:
+    known = (*BACKENDS, *(added for family in _ADDED.values() for added in family))
+    if name not in known:
+        raise ValueError(f"{argument} must be one of {', '.join(known)}, got {name!r}")
 
 
 def _environment() -> str:
     return os.environ.get("MDN_BACKEND") or "auto"
 
 
-def resolve(backend: str, tensor: Tensor, rule: str = "momentum", v: Tensor | None = None) -> str:
-    """The backend to run for tensors like q. Raises with the reason when the requested one cannot run."""
+def resolve(backend: str, tensor: Tensor, rule: str = "momentum", v: Tensor | None = None, decode: bool = False) -> str:
+    """The backend to run for tensors like q. Raises with the reason when the requested one cannot run.
+
+    ``v`` lets shapes be checked too; ``decode`` is for a single step.
+    """
     name, request = requested_backend(backend)
     if name == "auto":
-        return automatic_choice(tensor, rule, v)[0]
-    reason = why_not(name, tensor, rule, v)
+        return automatic_choice(tensor, rule, v, decode)[0]
+    reason = why_not(name, tensor, rule, v, decode)
     if reason is not None:
         raise ValueError(f"{request} cannot be used here: {reason}")
     return name
 
 
-def automatic_choice(tensor: Tensor, rule: str = "momentum", v: Tensor | None = None) -> tuple[str, str]:
+def automatic_choice(
+    tensor: Tensor, rule: str = "momentum", v: Tensor | None = None, decode: bool = False
+) -> tuple[str, str]:
     """What ``auto`` selects for tensors like this one, and why."""
     family = family_of(rule)
     obstacles = []
     for backend in _PREFERRED[family]:
-        reason = _why_not_by_default(backend, family, tensor) or why_not(backend, tensor, rule, v)
+        reason = _why_not_by_default(backend, family, tensor) or why_not(backend, tensor, rule, v, decode)
         if reason is None:
             return backend, f"{tensor.dtype} on {tensor.device.type}, and {backend} can be used"
         if _DEVICES[backend] == tensor.device.type:
@@ -126,12 +167,19 @@ def _why_not_by_default(backend: str, family: str, tensor: Tensor) -> str | None
 # ------------------------------------------------------------------------------------------------------------ reasons
 
 
-def why_not(backend: str, tensor: Tensor, rule: str = "momentum", v: Tensor | None = None) -> str | None:
+def why_not(
+    backend: str, tensor: Tensor, rule: str = "momentum", v: Tensor | None = None, decode: bool = False
+) -> str | None:
     """The reason why ``backend`` cannot compute this rule for tensors like q (and v, if given), or None if it
     can."""
     family = family_of(rule)
+    if backend in _ADDED[family]:
+        reason_of = _ADDED[family][backend][1]
+        return None if reason_of is None else reason_of(tensor)
     if backend not in _MODULES[family]:
-        return _NOT_FOR_FAMILY[family, backend]
+        return _NOT_FOR_FAMILY.get((family, backend), f"it was not registered for {family} rules")
+    if backend == "fla" and decode:
+        return "FLA's kernels are used for whole sequences, not for decode steps"
     reason = _why_not(backend, str(tensor.device), tensor.dtype)
     if reason is None and backend == "triton" and v is not None:
         from mdn.ops.triton.availability import why_unsupported
@@ -145,7 +193,10 @@ def _why_not(backend: str, device: str, dtype: torch.dtype) -> str | None:
         return None
     if backend == "cpu":
         return _why_not_cpu(device, dtype)
-    return _why_not_fla(device, dtype) if backend == "fla" else backend_module("triton").why_unavailable(device)
+    if backend == "fla":
+        return _why_not_fla(device, dtype)
+    reason: str | None = backend_module("triton").why_unavailable(device)
+    return reason
 
 
 # Facts about this machine: a compiler need not trace the search for libraries. This is what
@@ -159,7 +210,8 @@ def _why_not_cpu(device: str, dtype: torch.dtype) -> str | None:
         return f"the native kernel runs on CPU tensors, this one is on {device}"
     if dtype not in NATIVE_DTYPES:
         return f"the native kernel takes float32 and bfloat16, this tensor is {dtype}"
-    return backend_module("cpu").why_unavailable()
+    reason: str | None = backend_module("cpu").why_unavailable()
+    return reason
 
 
 def _why_not_fla(device: str, dtype: torch.dtype) -> str | None:

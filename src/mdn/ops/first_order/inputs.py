@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.l2norm import l2norm
-from mdn.ops.momentum.checks import check_state_indices
+from mdn.ops.shared_checks import check_state_indices
 
 
 class FirstOrderTensors(NamedTuple):
@@ -200,7 +200,7 @@ def check_step_state(
     if state.device != q.device:
         raise ValueError(f"state must be on the device of q, {q.device}, got {state.device}")
     check_no_overlap("state", state)
-    return None if state_indices is None else check_state_indices(state_indices, state, v, read)
+    return None if state_indices is None else check_state_indices(state_indices, state, batch, read)
 
 
 def check_no_overlap(name: str, x: Tensor) -> None:

@@ -20,7 +20,7 @@ from mdn.ops.first_order.guards import Computed, contain_damage, refuse_transfor
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors, PreparedTensors
 from mdn.ops.first_order.reference import recurrent_form, step_
 from mdn.ops.momentum.interface import RuleOptions
-from mdn.ops.momentum.checks import check_scale
+from mdn.ops.shared_checks import check_scale
 
 
 class SharedArguments(NamedTuple):

@@ -15,6 +15,7 @@ from mdn.ops.momentum import checks, custom_op
 from mdn.ops.momentum.interface import MomentumOutput, RuleOptions, RuleTensors, StepState, compute_dtype
 from mdn.ops.momentum.recurrent import recurrent_form
 from mdn.ops.momentum.step import step_function
+from mdn.ops.shared_checks import check_scale, without_autocast
 
 # Below this many tokens a plain loop beats the chunk form's set-up.
 LOOP_AT_MOST = 8
@@ -67,7 +68,7 @@ def chunk_momentum_delta_rule(
     boundaries = _check(tensors, cu_seqlens)
     chosen = backends.resolve(backend, q, v=v)
     chunk_size = backends.chunk_size_for(chosen, chunk_size)
-    options = RuleOptions(checks.check_scale(scale, q), chunk_size, use_qk_l2norm_in_kernel, use_p_times_alpha)
+    options = RuleOptions(check_scale(scale, q), chunk_size, use_qk_l2norm_in_kernel, use_p_times_alpha)
     result = custom_op.forward(tensors, boundaries, options, check_gates, chosen)
     return MomentumOutput(result.o, result.final_state if output_final_state else None)
 
@@ -218,8 +219,8 @@ def _loop(
     if isinstance(boundaries, Tensor):
         boundaries = SequenceBoundaries.from_cu_seqlens(boundaries, tensors.q.shape[1])
     checks.check_gate_values(tensors)
-    options = RuleOptions(checks.check_scale(scale, tensors.q), l2norm=l2norm, p_times_alpha=p_times_alpha)
-    with custom_op.own_precision(tensors.q):
+    options = RuleOptions(check_scale(scale, tensors.q), l2norm=l2norm, p_times_alpha=p_times_alpha)
+    with without_autocast(tensors.q):
         o, state = recurrent_form(tensors, boundaries, options, block_size)
     return MomentumOutput(o, state if output_final_state else None)
 

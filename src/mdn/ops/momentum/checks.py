@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.interface import RuleTensors, StepState, compute_dtype
+from mdn.ops.shared_checks import check_decode_state
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -122,12 +121,10 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size must be an integer from 1 to 256, got {chunk_size!r}")
 
 
-def check_scale(scale: float | None, q: Tensor) -> float:
-    if scale is None:
-        return q.shape[-1] ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
-    return float(scale)
+def check_two_states(S: Tensor, M: Tensor) -> None:
+    """S and M must not be the same memory. (Addresses change from step to step: checked at every one.)"""
+    if not torch.compiler.is_compiling() and S.data_ptr() == M.data_ptr() != 0:
+        raise ValueError("S and M of the state must be different memory to be updated in place, got the same twice")
 
 
 def check_step_state(state: StepState, tensors: RuleTensors) -> None:
@@ -136,46 +133,7 @@ def check_step_state(state: StepState, tensors: RuleTensors) -> None:
     slots = v.shape[0] if state.state_indices is None else state.S.shape[0]
     expected = [slots, v.shape[1], q.shape[2], v.shape[2]]
     for name, x in (("S", state.S), ("M", state.M)):
-        if list(x.shape) != expected:
-            raise ValueError(f"state must have shape [2, slots, HV, K, V]: {name} is {list(x.shape)}, not {expected}")
-        if x.dtype != compute_dtype(q):
-            raise ValueError(f"state must be {compute_dtype(q)} to be updated in place, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"state must be on the device of q, {q.device}, got {x.device}")
-        if _may_overlap(x):
-            raise ValueError(
-                f"state must not overlap itself to be updated in place: {name} has shape {list(x.shape)} and strides "
-                f"{list(x.stride())} (an expanded tensor; use .contiguous())"
-            )
-
-
-def _may_overlap(x: Tensor) -> bool:
-    """Whether two elements may share memory: not if every stride reaches beyond all smaller ones together."""
-    reach = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
-def check_state_indices(state_indices: Tensor, S: Tensor, v: Tensor, read: bool) -> Tensor:
-    """The slots as int64; their values are read only for CPU tensors."""
-    if not isinstance(state_indices, Tensor) or state_indices.dtype not in (torch.int32, torch.int64):
-        given = state_indices.dtype if isinstance(state_indices, Tensor) else type(state_indices).__name__
-        raise ValueError(f"state_indices must be an int64 or int32 tensor, got {given}")
-    if state_indices.shape != v.shape[:1]:
-        raise ValueError(f"state_indices must have shape [{v.shape[0]}], got {list(state_indices.shape)}")
-    if state_indices.device != S.device:
-        raise ValueError(f"state_indices must be on the device of the state, {S.device}, got {state_indices.device}")
-    if read and S.device.type == "cpu" and not torch.compiler.is_compiling():
-        slots = state_indices.tolist()
-        outside = [slot for slot in slots if not 0 <= slot < S.shape[0]]
-        if outside:
-            raise ValueError(f"state_indices must lie in 0..{S.shape[0] - 1}, got {outside[0]}")
-        if len(set(slots)) < len(slots):
-            raise ValueError("state_indices must be distinct: two rows cannot update the same slot")
-    return state_indices.long()
+        check_decode_state(f"{name} of the state", x, expected, compute_dtype(q), q)
 
 
 def check_gate_values(tensors: RuleTensors) -> None:

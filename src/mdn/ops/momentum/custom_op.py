@@ -8,17 +8,16 @@ no other kind. Nobody looks at an eager call without gradients from outside: it 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from mdn.ops.backends import backend_module
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.checks import check_gate_values
 from mdn.ops.momentum.interface import ForwardResult, RuleOptions, RuleTensors, StepState, compute_dtype
+from mdn.ops.shared_checks import has_tangents, refuse_forward_mode, without_autocast
 
 
 def forward(
@@ -33,9 +32,9 @@ def forward(
     if not save_residual and not is_followed(tensors) and not isinstance(boundaries, Tensor):
         if check_gates:
             check_gate_values(tensors)
-        with own_precision(tensors.q):
+        with without_autocast(tensors.q):
             return backend_module(backend).forward(tensors, boundaries, options, save_residual)
-    refuse_forward_mode(tensors)
+    refuse_forward_mode(tensors, "momentum delta rule", "recurrent_momentum_delta_rule")
     result = momentum_delta_rule(
         *tensors,
         boundaries.cu_seqlens if isinstance(boundaries, SequenceBoundaries) else boundaries,
@@ -64,28 +63,8 @@ def is_followed(tensors: RuleTensors) -> bool:
         or torch._C._functorch.maybe_current_level() is not None
         or tensors.q.device.type == "meta"
         or any(x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in tensors)
-        or _has_tangents(tensors)
+        or has_tangents(tensors)
     )
-
-
-def refuse_forward_mode(tensors: RuleTensors) -> None:
-    """Forward-mode derivatives stop at the border of an op without a word, so they are refused here."""
-    if not torch.compiler.is_compiling() and _has_tangents(tensors):
-        raise NotImplementedError(
-            "the chunkwise momentum delta rule has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); "
-            "use recurrent_momentum_delta_rule, which is plain torch"
-        )
-
-
-def _has_tangents(tensors: RuleTensors) -> bool:
-    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-
-
-def own_precision(x: Tensor) -> AbstractContextManager[Any]:
-    """Disables autocast: the op manages precision itself. (Entering autocast takes as long as a small decode step, so
-    it is entered only when there is one to leave.)"""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _boundaries(cu_seqlens: Tensor | None, total: int) -> SequenceBoundaries | None:
@@ -145,7 +124,7 @@ def momentum_delta_rule(
     if check_gates:
         check_gate_values(tensors)
     options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha)
-    with own_precision(q):
+    with without_autocast(q):
         result = backend_module(backend).forward(tensors, _boundaries(cu_seqlens, q.shape[1]), options, save_residual)
     return tuple(result)
 
@@ -191,7 +170,7 @@ def momentum_delta_rule_backward(
     tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
     options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha)
     boundaries = _boundaries(cu_seqlens, q.shape[1])
-    with own_precision(q):
+    with without_autocast(q):
         grads = backend_module(backend).backward(grad_o, grad_final_state, tensors, residual, boundaries, options)
     return [q.new_empty(0) if grad is None else grad for grad in grads]
 
@@ -269,7 +248,7 @@ def momentum_delta_step(
     """One token, both states updated in place."""
     tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta)
     options = RuleOptions(scale, l2norm=l2norm, p_times_alpha=p_times_alpha)
-    with torch.no_grad(), own_precision(q):
+    with torch.no_grad(), without_autocast(q):
         return backend_module(backend).step_(tensors, StepState(S, M, state_indices), options)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from mdn.ops import backends
 from mdn.ops.momentum import checks, custom_op
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
+from mdn.ops.shared_checks import check_scale, check_state_indices, without_autocast
 
 StepFunction = Callable[[RuleTensors, StepState], Tensor]
 
@@ -50,8 +51,9 @@ def momentum_delta_step(
     beta, eta = checks.ones_if_none(beta, v), checks.ones_if_none(eta, v)
     tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta)
     S, M = checks.state_pair("state", state)
+    checks.check_two_states(S, M)
     if state_indices is not None:
-        state_indices = checks.check_state_indices(state_indices, S, v, read=check_gates)
+        state_indices = check_state_indices(state_indices, S, len(v), read=check_gates)
     slots = StepState(S, M, state_indices)
     run = step_function(tensors, slots, scale, use_qk_l2norm_in_kernel, use_p_times_alpha, backend)
     if check_gates:
@@ -94,7 +96,7 @@ def _checked_step(
     """Checks everything but values and binds what does not change."""
     checks.check_tensors(tensors, rank=3)
     checks.check_step_state(state, tensors)
-    options = RuleOptions(checks.check_scale(scale, tensors.q), l2norm=l2norm, p_times_alpha=p_times_alpha)
+    options = RuleOptions(check_scale(scale, tensors.q), l2norm=l2norm, p_times_alpha=p_times_alpha)
     chosen = backends.resolve(backend, tensors.q, v=tensors.v)
     if torch.compiler.is_compiling() or tensors.q.device.type == "meta":
         flags = (options.scale, l2norm, p_times_alpha, chosen)
@@ -106,7 +108,7 @@ def _checked_step(
         return prepared
 
     def run(tensors: RuleTensors, state: StepState) -> Tensor:
-        with torch.no_grad(), custom_op.own_precision(tensors.q):
+        with torch.no_grad(), without_autocast(tensors.q):
             return module.step_(tensors, state, options)
 
     return run

@@ -1,0 +1,98 @@
+"""What all rules refuse and guard against: arguments that every public function checks in the same words.
+
+Errors name the argument, what was given and what is expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def check_scale(scale: float | None, q: Tensor) -> float:
+    """The factor on the output: K ** -0.5 unless given."""
+    if scale is None:
+        return float(q.shape[-1] ** -0.5)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+    return float(scale)
+
+
+# --------------------------------------------------------------------------------------------------------- decode state
+
+
+def check_decode_state(name: str, x: Tensor, expected: list[int], dtype: torch.dtype, q: Tensor) -> None:
+    """A state that a decode step updates in place: shape, dtype, device, and no element in two places."""
+    if list(x.shape) != expected:
+        raise ValueError(f"{name} must have shape [slots, HV, K, V] = {expected}, got {list(x.shape)}")
+    if x.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype} to be updated in place, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    if may_overlap(x):
+        raise ValueError(
+            f"{name} must not overlap itself to be updated in place, got shape {list(x.shape)} with strides "
+            f"{list(x.stride())}: an expanded tensor needs .contiguous()"
+        )
+
+
+def may_overlap(x: Tensor) -> bool:
+    """Whether two elements may share memory: not if every stride reaches beyond all smaller ones together."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def check_state_indices(state_indices: Tensor, state: Tensor, batch: int, read: bool) -> Tensor:
+    """The slots as int64 ``[B]``; with ``read`` their values are checked, for CPU tensors."""
+    if not isinstance(state_indices, Tensor) or state_indices.dtype not in (torch.int32, torch.int64):
+        given = state_indices.dtype if isinstance(state_indices, Tensor) else type(state_indices).__name__
+        raise ValueError(f"state_indices must be an int64 or int32 tensor, got {given}")
+    if tuple(state_indices.shape) != (batch,):
+        raise ValueError(f"state_indices must have shape [{batch}], got {list(state_indices.shape)}")
+    if state_indices.device != state.device:
+        raise ValueError(
+            f"state_indices must be on the device of the state, {state.device}, got {state_indices.device}"
+        )
+    if read and state.device.type == "cpu" and not torch.compiler.is_compiling():
+        slots = state_indices.tolist()
+        outside = [slot for slot in slots if not 0 <= slot < state.shape[0]]
+        if outside:
+            raise ValueError(f"state_indices must lie in 0..{state.shape[0] - 1}, got {outside[0]}")
+        if len(set(slots)) < len(slots):
+            raise ValueError("state_indices must be distinct: two rows cannot update the same slot")
+    return state_indices.long()
+
+
+# ------------------------------------------------------------------------------------------------- autocast, autograd
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Disables autocast: an op manages its precision itself. (Entering autocast takes as long as a small decode step,
+    so it is entered only when there is one to leave. Meta tensors know none.)"""
+    kind = x.device.type
+    off = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if off else nullcontext()
+
+
+def has_tangents(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether a forward-mode derivative (torch.func.jvp, jacfwd, forward_ad) follows one of these tensors."""
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def refuse_forward_mode(tensors: Iterable[Tensor | None], rule: str, instead: str) -> None:
+    """Forward-mode derivatives would stop at the border of an op without a word, so they are refused by name."""
+    if not torch.compiler.is_compiling() and has_tangents(tensors):
+        raise NotImplementedError(
+            f"the chunkwise form of the {rule} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); "
+            f"use {instead}, which is plain torch"
+        )
