@@ -127,6 +127,11 @@ def backend_form(case: Case, backend: str, **changes: Any) -> Callable[[Tensors]
     return compute
 
 
+def torch_chunk(inputs: Tensors, **options: Any) -> tuple[Tensor, Tensor]:
+    """The momentum rule with its final state, by the torch backend unless told otherwise."""
+    return mdn.ops.chunk_momentum_delta_rule(**inputs, output_final_state=True, **({"backend": "torch"} | options))
+
+
 # ----------------------------------------------------------------------------------------------------- budgets
 
 EPSILON = torch.finfo(torch.float32).eps

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import momentum_cases
+from definition import Tensors, make_inputs, momentum_delta_rule, relative_error, unit
 from mdn import minimal
 
 SOURCE = Path(minimal.__file__)
 
 
-def minimal_inputs(inputs: momentum_cases.Inputs) -> tuple[minimal.Inputs, torch.Tensor, torch.Tensor]:
+def minimal_inputs(inputs: Tensors) -> tuple[minimal.Inputs, torch.Tensor, torch.Tensor]:
     """The file takes unit queries and keys, and S and M apart."""
-    vectors = inputs | {name: momentum_cases.unit(inputs[name]) for name in ("q", "k")}
+    vectors = inputs | {name: unit(inputs[name]) for name in ("q", "k")}
     return minimal.Inputs(**{name: vectors[name] for name in minimal.Inputs._fields}), *inputs["initial_state"]
 
 
@@ -46,11 +46,11 @@ def test_it_runs_alone_and_prints_that_both_forms_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [minimal.recurrence, minimal.chunkwise], ids=["recurrence", "chunkwise"])
 def test_both_forms_compute_the_definition(form) -> None:
-    inputs = momentum_cases.make_inputs(T=70, dtype=torch.float64)
-    expected_o, expected_state = momentum_cases.recurrence(**inputs)
+    inputs = make_inputs(T=70, dtype=torch.float64)
+    expected_o, expected_state = momentum_delta_rule(**inputs)
     o, S, M = form(*minimal_inputs(inputs))
-    assert momentum_cases.relative_error(o, expected_o) < 1e-12
-    assert momentum_cases.relative_error(torch.stack([S, M]), expected_state) < 1e-12
+    assert relative_error(o, expected_o) < 1e-12
+    assert relative_error(torch.stack([S, M]), expected_state) < 1e-12
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 256])

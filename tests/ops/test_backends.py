@@ -1,4 +1,4 @@
-"""Which backend runs, what it says about it, and how little importing the ops costs."""
+"""Which backend runs, what it says about it, and how little importing the ops brings along."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
+from conformance import Case, check
+from definition import make_inputs
 from mdn.ops import backends, chunk_momentum_delta_rule, cpu, explain_backend, fused_recurrent_momentum_delta_rule
-from momentum_cases import assert_within_bars, make_inputs, recurrence, relative_error, torch_chunk
 
 
 def forced(backend: str, form=chunk_momentum_delta_rule) -> str:
@@ -112,21 +113,15 @@ def test_explain_gives_the_reason_against_a_backend() -> None:
     assert explain_backend(torch.ones(1), "torch") == "torch: usable"
 
 
-@pytest.mark.parametrize("T", [1, 65, 200])
-def test_the_automatic_backend_agrees_with_the_torch_one_and_the_recurrence(T: int) -> None:
-    inputs = make_inputs(T=T, HV=4, with_p=True)
-    found = chunk_momentum_delta_rule(**inputs, output_final_state=True)
-    wanted = recurrence(**{name: x.double() for name, x in inputs.items()})
-    assert_within_bars({name: relative_error(x, y) for name, x, y in zip(("o", "final_state"), found, wanted)})
-    assert_within_bars({name: relative_error(x, y) for name, x, y in zip("os", torch_chunk(inputs), wanted)})
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_automatic_backend_computes_the_definition(dtype: torch.dtype) -> None:
+    check(Case(T=70, dtype=dtype), "auto")
+    check(Case(lengths=(1, 69, 0, 20), dtype=dtype), "auto")
 
 
 LIGHT = """
-import sys, time
-import torch
-start = time.perf_counter()
+import sys
 import {module}
-print(time.perf_counter() - start)
 heavy = ("transformers", "triton", "matplotlib", "fla", "datasets", "accelerate")
 print(*(name for name in heavy if name in sys.modules))
 """
@@ -134,11 +129,8 @@ print(*(name for name in heavy if name in sys.modules))
 
 @pytest.mark.parametrize("module", ["mdn", "mdn.ops"])
 def test_importing_the_ops_is_light(module: str) -> None:
-    """No transformers, Triton or matplotlib, and under 2 seconds beyond torch."""
     done = subprocess.run(
         [sys.executable, "-c", LIGHT.format(module=module)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    seconds, heavy = done.stdout.splitlines()
-    assert heavy == ""
-    assert float(seconds) < 2
+    assert done.stdout.split() == []

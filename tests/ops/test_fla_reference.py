@@ -5,19 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from momentum_cases import Inputs, make_inputs, relative_error, torch_chunk, unit
+from conformance import torch_chunk
+from definition import Tensors, make_inputs, relative_error, unit
 
 naive = pytest.importorskip("fla.ops.momentum_delta_rule.naive")
 
 
-def benign(T: int) -> Inputs:
+def benign(T: int) -> Tensors:
     """mu falls no faster than alpha, beta is not small: the quotients in FLA's chunk form stay near one."""
     inputs = make_inputs(T=T)
     inputs["log_mu"], inputs["beta"] = 0.1 * inputs["log_mu"], 0.1 + inputs["beta"]
     return inputs
 
 
-def fla_arguments(inputs: Inputs) -> dict[str, torch.Tensor]:
+def fla_arguments(inputs: Tensors) -> dict[str, torch.Tensor]:
     """FLA's references take normalised vectors, p with its decay already in it, and S and M apart."""
     S, M = inputs["initial_state"]
     q, k = unit(inputs["q"]), unit(inputs["k"])

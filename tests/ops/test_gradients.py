@@ -1,4 +1,7 @@
-"""Gradients: float64 gradcheck, through outputs and final states, to every input; and what a second backward says."""
+"""Gradients: finite differences, what is saved for them, and what a second backward says.
+
+That they are those of the definition, on every backend, is in test_conformance.py.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,20 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
+from conformance import torch_chunk
+from definition import Tensors, leaves, make_inputs, run_with_gradients
 from mdn.ops import chunk_momentum_delta_rule, fused_recurrent_momentum_delta_rule, recurrent_momentum_delta_rule
-from momentum_cases import (
-    GRADIENT_BAR,
-    Inputs,
-    cotangents,
-    leaves,
-    make_inputs,
-    recurrence,
-    relative_error,
-    run_with_gradients,
-    torch_chunk,
-)
 
 
-def tiny(**changes) -> Inputs:
+def tiny(**changes) -> Tensors:
     return leaves(make_inputs(**{"B": 1, "T": 5, "H": 1, "K": 3, "V": 2, "dtype": torch.float64} | changes))
 
 
-def checked(inputs: Inputs, **options) -> bool:
-    """Numerical against hand-written derivatives of o and the final state, for every input at once."""
+def checked(inputs: Tensors, form=torch_chunk, **options) -> bool:
+    """Numerical against computed derivatives of o and the final state, for every input at once."""
     names = list(inputs)
     return gradcheck(
-        lambda *tensors: torch_chunk(dict(zip(names, tensors)), **options), tuple(inputs.values()), atol=1e-6
+        lambda *tensors: tuple(form(dict(zip(names, tensors)), **options)), tuple(inputs.values()), atol=1e-6
     )
 
 
@@ -53,58 +47,29 @@ def test_gradcheck_without_an_initial_state() -> None:
     assert checked(tiny(with_state=False), chunk_size=2)
 
 
-def test_gradcheck_of_the_definition() -> None:
-    inputs = tiny(T=3, with_p=True)
-    names = list(inputs)
-    assert gradcheck(
-        lambda *tensors: recurrent_momentum_delta_rule(**dict(zip(names, tensors)), output_final_state=True),
-        tuple(inputs.values()),
-    )
+def test_gradcheck_of_the_recurrent_form() -> None:
+    assert checked(tiny(T=3, with_p=True), lambda x: recurrent_momentum_delta_rule(**x, output_final_state=True))
 
 
-@pytest.mark.parametrize("part", ["o", "final_state"])
-def test_a_loss_on_only_one_result_reaches_every_input(part: str) -> None:
-    inputs = make_inputs(T=70)
-    index = ("o", "final_state").index(part)
-    found, wanted = leaves(inputs), leaves(inputs, torch.float64)
-    for result in (torch_chunk(found)[index], recurrence(**wanted)[index]):
-        result.backward(cotangents(result, result)[0])
-    for name, x in found.items():
-        if part == "final_state" and name == "q":  # the state does not depend on what is read from it
-            assert x.grad is None or not x.grad.any()
-            continue
-        assert wanted[name].grad.any(), name
-        assert relative_error(x.grad, wanted[name].grad) <= GRADIENT_BAR, name
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta", "initial_state"])
-def test_a_single_input_can_ask_for_its_gradient(name: str) -> None:
-    inputs = make_inputs(T=40, with_p=True)
-    everything = run_with_gradients(torch_chunk, leaves(inputs))[2]
-    alone = inputs | {name: inputs[name].clone().requires_grad_()}
-    found = run_with_gradients(lambda x: torch_chunk(alone | x), {name: alone[name]})[2]
-    assert torch.equal(found[name], everything[name])
-
-
-def test_gradients_have_the_dtype_and_shape_of_their_inputs() -> None:
+def test_gradients_have_the_dtype_and_shape_of_their_inputs_whatever_they_are() -> None:
     inputs = make_inputs(T=10, HV=4, with_p=True, dtype=torch.bfloat16)
     inputs["log_mu"], inputs["beta"] = inputs["log_mu"].double(), inputs["beta"].bfloat16()
     inputs = leaves(inputs)
-    gradients = run_with_gradients(torch_chunk, inputs)[2]
+    results = run_with_gradients(torch_chunk, inputs)
     for name, x in inputs.items():
-        assert (gradients[name].dtype, gradients[name].shape) == (x.dtype, x.shape), name
-        assert gradients[name].isfinite().all(), name
+        gradient = results[f"grad_{name}"]
+        assert (gradient.dtype, gradient.shape) == (x.dtype, x.shape), name
+        assert gradient.isfinite().all(), name
 
 
 def test_short_inputs_with_gradients_go_through_the_chunk_form() -> None:
     inputs = make_inputs(T=5)
-    functions = (fused_recurrent_momentum_delta_rule, chunk_momentum_delta_rule)
     fused, chunk = (
-        run_with_gradients(lambda x, f=f: f(**x, output_final_state=True, backend="torch"), leaves(inputs))[2]
-        for f in functions
+        run_with_gradients(lambda x, f=f: f(**x, output_final_state=True, backend="torch"), leaves(inputs))
+        for f in (fused_recurrent_momentum_delta_rule, chunk_momentum_delta_rule)
     )
-    for name in inputs:
-        assert torch.equal(fused[name], chunk[name]), name
+    for name, x in chunk.items():
+        assert torch.equal(fused[name], x), name
 
 
 def test_a_second_backward_raises_and_names_the_alternative() -> None:
@@ -115,7 +80,7 @@ def test_a_second_backward_raises_and_names_the_alternative() -> None:
         first.square().sum().backward()
 
 
-def test_the_definition_has_a_second_derivative() -> None:
+def test_the_recurrent_form_has_a_second_derivative() -> None:
     inputs = tiny(T=3)
     o, _ = recurrent_momentum_delta_rule(**inputs)
     (first,) = torch.autograd.grad(o.square().sum(), inputs["k"], create_graph=True)
@@ -125,7 +90,7 @@ def test_the_definition_has_a_second_derivative() -> None:
 
 
 def test_only_the_inputs_and_the_errors_are_kept_for_the_backward_pass() -> None:
-    """Per token and head: q, k, v, R and four gates, nothing of size K x V or C."""
+    """Per token and head: q, k, v, the residual and four gates, nothing of size K x V or C."""
     inputs = leaves(make_inputs(B=1, T=300, H=2, K=16, V=24, with_state=False))
     kept: dict[int, int] = {}
 

@@ -6,16 +6,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from momentum_cases import (
+from conformance import torch_chunk
+from definition import (
     HARD_ZERO,
-    Inputs,
+    Tensors,
     converted,
     leaves,
     make_inputs,
-    recurrence,
+    momentum_delta_rule,
+    offsets_of,
     relative_error,
     run_with_gradients,
-    torch_chunk,
 )
 
 LOGS = st.sampled_from([0.0, -1e-6, -0.01, -0.5, -3.0, -40.0, -800.0, HARD_ZERO])
@@ -24,7 +25,7 @@ FEW = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 
 
 @st.composite
-def cases(draw, packed: bool = False) -> tuple[Inputs, list[int] | None, dict]:
+def cases(draw, packed: bool = False) -> tuple[Tensors, list[int] | None, dict]:
     """float64 inputs with hostile gates at some tokens, boundaries if packed, and options."""
     lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=6)) if packed else None
     shape = {
@@ -42,21 +43,23 @@ def cases(draw, packed: bool = False) -> tuple[Inputs, list[int] | None, dict]:
         share = draw(st.sampled_from([0.0, 0.1, 0.5]))
         chosen = torch.rand(inputs[name].shape, generator=torch.Generator().manual_seed(len(name))) < share
         inputs[name] = inputs[name].masked_fill(chosen, draw(values))
-    offsets = None if lengths is None else [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-    return inputs, offsets, {"chunk_size": draw(st.sampled_from([1, 2, 5, 16, 33, 64, 256]))}
+    return (
+        inputs,
+        None if lengths is None else offsets_of(lengths),
+        {"chunk_size": draw(st.sampled_from([1, 2, 5, 16, 33, 64, 256]))},
+    )
 
 
-def check_against_recurrence(inputs: Inputs, offsets: list[int] | None, options: dict) -> None:
+def check_against_recurrence(inputs: Tensors, offsets: list[int] | None, options: dict) -> None:
     boundaries = {} if offsets is None else {"cu_seqlens": torch.tensor(offsets)}
-    found = run_with_gradients(lambda x: torch_chunk(x, **boundaries, **options), leaves(inputs))
-    wanted = run_with_gradients(lambda x: recurrence(**x, offsets=offsets), leaves(inputs))
+    actual = run_with_gradients(lambda x: torch_chunk(x, **boundaries, **options), leaves(inputs))
+    expected = run_with_gradients(lambda x: momentum_delta_rule(**x, offsets=offsets), leaves(inputs))
+    assert relative_error(actual.pop("o"), expected["o"]) <= 1e-10
     # An initial state that all but vanished is exact on the scale where it began, so states count on that scale.
-    scale = max(1.0, wanted[1].abs().max().item() if wanted[1].numel() else 1.0)
-    assert ((found[1] - wanted[1]).abs() <= 1e-11 * scale).all()
-    assert relative_error(found[0], wanted[0]) <= 1e-10
-    for name, gradient in found[2].items():
-        largest = max(1e-3, wanted[2][name].abs().max().item() if gradient.numel() else 1.0)
-        assert ((gradient - wanted[2][name]).abs() <= 1e-9 * largest).all(), name
+    for name, x in actual.items():
+        smallest, tolerance = (1.0, 1e-11) if name == "final_state" else (1e-3, 1e-9)
+        scale = max(smallest, expected[name].abs().max().item() if x.numel() else 1.0)
+        assert ((x - expected[name]).abs() <= tolerance * scale).all(), name
 
 
 @FEW
@@ -75,10 +78,8 @@ def test_any_pack_is_the_recurrence(case) -> None:
 @given(cases())
 def test_float32_is_finite_for_every_gate_value(case) -> None:
     inputs, _, options = case
-    o, state, gradients = run_with_gradients(
-        lambda x: torch_chunk(x, **options), leaves(converted(inputs, torch.float32))
-    )
-    for name, x in {"o": o, "final_state": state, **gradients}.items():
+    single = leaves(converted(inputs, torch.float32))
+    for name, x in run_with_gradients(lambda x: torch_chunk(x, **options), single).items():
         assert x.isfinite().all(), name
 
 

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from definition import Tensors, make_inputs
 from mdn.ops import (
     blockwise_momentum_delta_rule,
     chunk_momentum_delta_rule,
@@ -14,7 +15,6 @@ from mdn.ops import (
     momentum_delta_step,
     recurrent_momentum_delta_rule,
 )
-from momentum_cases import Inputs, make_inputs
 
 FORMS = (
     chunk_momentum_delta_rule,
@@ -180,7 +180,7 @@ def test_scale(form, scale) -> None:
 # ------------------------------------------------------------------------------------------------------- decode step
 
 
-def token(**changes) -> Inputs:
+def token(**changes) -> Tensors:
     """One token for a batch of two, state of two slots."""
     inputs = make_inputs(T=1)
     arguments = {name: x[:, 0] for name, x in inputs.items() if name != "initial_state"}
