@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mdn.bench.emulator.machine import UNSIGNED, Fault, Lanes, Mask, bfloat16_to_float32, float32_to_bfloat16
-from mdn.bench.emulator.operands import FLOATS, Operands, dtype_of, immediate, is_float
+from mdn.bench.emulator.operands import FLOATS, Operands, dtype_of, is_float
 from mdn.bench.emulator.ptx import WIDTHS, Instruction, group
 from mdn.bench.emulator.tensor_cores import TensorCores, WgmmaOperands, wgmma_columns
 
@@ -153,14 +153,14 @@ class Builder(Operands):
         """Byte permute: each selector nibble picks one of the eight bytes of (a, b); its top bit replicates a sign."""
         put = self.target(ins.operands[0], "b32")
         a, b = self.lanes(ins.operands[1], "u32"), self.lanes(ins.operands[2], "u32")
-        selector = immediate(ins.operands[3], "u32")
-        picks = [int(selector) >> 4 * i & 15 for i in range(4)]
+        selector, nibbles = self.lanes(ins.operands[3], "u32"), np.arange(0, 16, 4, dtype=np.uint32)
 
         def run(mask: Mask) -> None:
             bytes_of = np.stack([a(), b()], axis=1).view(np.uint8)  # [lanes, 8]
-            chosen = bytes_of[:, [pick & 7 for pick in picks]]
+            picks = selector()[:, None] >> nibbles & np.uint32(15)  # [lanes, 4]
+            chosen = np.take_along_axis(bytes_of, (picks & 7).astype(np.int64), axis=1)
             signs = np.where(chosen >> 7, np.uint8(0xFF), np.uint8(0))
-            result = np.where(np.array([pick >> 3 for pick in picks], bool), signs, chosen)
+            result = np.where(picks >> 3 != 0, signs, chosen)
             put(np.ascontiguousarray(result).view(np.uint32).ravel(), mask)
 
         return run

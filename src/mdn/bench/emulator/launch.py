@@ -76,6 +76,7 @@ class EmulatedGPU:
     @contextlib.contextmanager
     def emulate(self) -> Iterator[EmulatedGPU]:
         """Inside the block, kernels of ``mdn.ops.triton`` are compiled for the target and emulated."""
+        from mdn.ops.triton.availability import emulation
         from mdn.ops.triton.launcher import Launch, intercept_launches
         from mdn.ops.triton.resources import absent_device
         from mdn.ops.triton.tiles import assume_target
@@ -85,7 +86,7 @@ class EmulatedGPU:
                 compiled = launch.kernel.warmup(**launch.arguments, grid=launch.grid, **launch.options)
             self.run(compiled, launch.grid, launch.arguments)
 
-        with assume_target(self.target), intercept_launches(run):
+        with emulation(), assume_target(self.target), intercept_launches(run):
             yield self
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 
 import torch
 
@@ -21,6 +23,20 @@ INSTEAD = 'backend="torch" runs on every device'
 def interpreting() -> bool:
     """True when Triton runs kernels in Python on CPU tensors (the variable must be set before Triton is imported)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+_emulating = False
+
+
+@contextlib.contextmanager
+def emulation() -> Iterator[None]:
+    """Inside the block launches are executed by an emulator (mdn.bench.emulator), so CPU tensors are accepted."""
+    global _emulating
+    before, _emulating = _emulating, True
+    try:
+        yield
+    finally:
+        _emulating = before
 
 
 @functools.cache
@@ -44,7 +60,7 @@ def why_unavailable(device: torch.device | str) -> str | None:
     version = triton_version()
     if version is None:
         return f"Triton is not installed (pip install 'momentum-deltanet[triton]'; {INSTEAD})"
-    if interpreting():
+    if interpreting() or _emulating:
         return None
     if device.type != "cuda":
         return f"the tensors are on {device.type}; Triton kernels need a CUDA or ROCm GPU (or TRITON_INTERPRET=1)"
