@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mdn.analysis.products import running_growth, window_growth
-from mdn.analysis.recording import record_layer, record_model
-from mdn.analysis.spectrum import (
+from mdn.analysis.eigenvalues import (
     GateSample,
     inside_layer_bounds,
     pair_eigenvalues,
@@ -18,6 +16,8 @@ from mdn.analysis.spectrum import (
     spectral_radius,
     transition_matrix,
 )
+from mdn.analysis.products import running_growth, window_growth
+from mdn.analysis.recording import record_layer, record_model
 from mdn.analysis.stability import analyse, guarantee, guarantee_end, initial_record
 from mdn.analysis.state_norm import change_norms, summarise
 from mdn.cli import main
@@ -217,6 +217,16 @@ def test_analyze_stability_takes_gate_ranges(tmp_path):
         (["stability", "--alpha", "half"], "--alpha must be two numbers"),
         (["stability", "--variants", "nothing"], "unknown names"),
         (["stability", "--windows", "4,x"], "--windows must be positive"),
+        (["stability", "--windows", "99999999999"], "--windows must be positive whole numbers"),
+        (
+            ["stability", "--windows", "64", "--steps", "8", "--heads", "2"],
+            "--windows must have one of at most 8 steps",
+        ),
+        (["stability", "--heads", "2000000000"], "--heads x --steps must be at most"),
+        (["spectra", "--json", f"{__file__}/x.json"], "not a directory"),
+        (["causality", "--tasks", "sums"], "--tasks must be among"),
+        (["causality", "--blocks", "0"], "--blocks must be positive whole numbers"),
+        (["causality", "--out", __file__], "--out must be a directory, got a file"),
         (["state-norm", "nowhere", "--text", "missing.txt"], "missing.txt is not a file"),
     ],
 )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from browser import open_page
-from mdn.analysis.spectrum import pair_eigenvalues
+from mdn.analysis.eigenvalues import pair_eigenvalues
 from mdn.cli import main
 from report_case import make_runs
 

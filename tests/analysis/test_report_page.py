@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from mdn.analysis.eigenvalues import transition_matrix
 from mdn.analysis.report.page import asset
-from mdn.analysis.spectrum import transition_matrix
 from mdn.cli import main
 from mdn.ops import recurrent_momentum_delta_rule
 from report_case import make_runs
@@ -160,4 +160,4 @@ def test_a_torn_result_file_is_listed_and_does_not_stop_the_page(tmp_path):
     (runs / "torn.json").write_text('{"kind": "spec')
     out = tmp_path / "page.html"
     assert main(["report", str(runs), "--out", str(out)]) == 0
-    assert "torn.json: not JSON" in out.read_text()
+    assert "torn.json: not valid JSON" in out.read_text()

@@ -9,7 +9,9 @@ import pytest
 
 from mdn.bench import op, op_peers
 from mdn.bench.op_accuracy import accuracy_table
+from mdn.bench.op_results import CONTROL, tables, too_busy
 from mdn.cli import main
+from mdn.common.results import read_results
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +71,33 @@ def test_flops_are_counted_as_four_and_nine_gigaflop_at_the_first_shape() -> Non
 
 def test_saved_bytes_at_the_head_sizes_of_the_bar_are_below_6000() -> None:
     """q, k, v, R and four gates: (128 + 128 + 256 + 256 + 4) * 4 bytes."""
-    measured = op.saved_bytes(op_peers.OURS, op_peers.Shape(1, 128, 4, 128, 256))
+    measured = op.saved_bytes(op_peers.OURS, op_peers.RuleShape(1, 128, 4, 128, 256))
     assert measured == (128 + 128 + 256 + 256 + 4) * 4
+
+
+def test_threads_are_not_judged_on_a_machine_that_has_no_second_core() -> None:
+    quiet, busy = ({CONTROL: control, op_peers.NATIVE: 1.2} for control in (1.9, 0.8))
+    assert not too_busy(quiet)
+    assert too_busy(busy)
+    (table,) = [table for table in tables(recorded(scaling=busy)) if table.caption.startswith("from one thread")]
+    assert "means nothing in this run: the machine is too busy" in table.caption
+    (judged,) = [bar for bar in op.bars(recorded(scaling=busy)) if bar["what"] == op.THREADS]
+    assert judged["met"] is None
+    (judged,) = [bar for bar in op.bars(recorded(scaling=quiet)) if bar["what"] == op.THREADS]
+    assert judged["met"] is False
+
+
+def recorded(**changes: object) -> dict:
+    """The recorded run with some results replaced."""
+    content = read_results(Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "op.json", "op")
+    content["lengths"] = {name: {int(t): x for t, x in row.items()} for name, row in content["lengths"].items()}
+    return content | changes
 
 
 def test_bad_arguments_are_one_line_and_exit_code_2(capsys) -> None:
     assert main(["bench", "op", "--threads", "0"]) == 2
-    assert capsys.readouterr().err == "mdn: error: --threads must be at least 1, got 0\n"
+    error = capsys.readouterr().err
+    assert "--threads must be at least 1" in error
+    assert len(error.splitlines()) == 1
     assert main(["bench", "op", "--accuracy", "--plot", "x.png"]) == 2
     assert "--plot draws times" in capsys.readouterr().err

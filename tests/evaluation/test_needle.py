@@ -10,14 +10,19 @@ import torch
 from eval_support import make_model, make_tokenizer
 from mdn.cli import main
 from mdn.evaluation.harness import Settings, Subject, TaskSource
-from mdn.evaluation.needle.examples import NEEDLE, make_example
-from mdn.evaluation.needle.language_model import find_needles_in_text
-from mdn.evaluation.needle.text import documentation_sentences, documentation_text, sentences
-from mdn.evaluation.needle.tiny import TinySettings, find_needles, vocabulary
-from mdn.evaluation.needle.words import Words, make_batch
+from mdn.evaluation.needle import (
+    NEEDLE,
+    documentation_sentences,
+    documentation_text,
+    find_needles_in_text,
+    make_example,
+    sentences,
+    shortest_length,
+)
 from mdn.evaluation.ruler import adapted_ruler
 from mdn.evaluation.run import run_works
 from mdn.evaluation.suites import Work
+from mdn.experiments.tiny_needle import NeedleSettings, Words, find_needles, make_batch
 
 
 def words_in(text: str) -> int:
@@ -96,7 +101,7 @@ def test_no_word_of_the_noise_is_unknown():
 
 def test_scores_are_the_share_found_by_length_and_depth():
     """A stand-in that answers with the first number of the text: right where the asked needle comes first."""
-    words = vocabulary(TinySettings())
+    words = NeedleSettings().vocabulary()
     sign = words.ids["numbers"]
 
     def first_number(inputs, logits_to_keep):
@@ -106,7 +111,7 @@ def test_scores_are_the_share_found_by_length_and_depth():
             logits[row, 0, ids[needle + 5]] = 1.0  # numbers for KEY is : VALUE
         return SimpleNamespace(logits=logits)
 
-    one = TinySettings(test_lengths=(64, 96), depths=(0.0, 1.0), examples=12, keys=1)
+    one = NeedleSettings(test_lengths=(64, 96), depths=(0.0, 1.0), examples=12, keys=1)
     assert find_needles(first_number, one).tolist() == [[1.0, 1.0], [1.0, 1.0]]
     four = replace(one, keys=4, test_lengths=(128,), examples=40)
     at_the_beginning, at_the_end = find_needles(first_number, four)[:, 0]
@@ -120,6 +125,31 @@ def test_the_command_trains_a_tiny_model_and_draws_the_map(tmp_path, capsys):
     assert "momentum_deltanet: found at 64:" in capsys.readouterr().out
     assert (tmp_path / "needle.png").is_file()
     assert (tmp_path / "r.json").read_text() == (tmp_path / "results.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "a"], "--lengths must be positive whole numbers"),
+        (["--lengths", "20"], "--lengths: 4 needles, the instruction and the question need"),
+        (["--keys", "30"], "the shortest training text has 96"),
+        (["--keys", "100"], "keys must be in 1..64"),
+        (["--out", __file__], "--out must be a directory, got a file"),
+        (["--mixers", "mdn"], "--mixers mdn is unknown"),
+        (["--learning-rate", "nan"], "--learning-rate must be above 0 and finite"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_before_anything_is_trained(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr("mdn.experiments.tiny_needle.train_finder", lambda *_: pytest.fail("trained"))
+    assert main(["needle", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_the_shortest_length_has_room_for_its_needles():
+    for keys in (1, 4, 8):
+        make(shortest_length(words_in, keys), keys=keys)
 
 
 def test_a_language_model_is_asked_in_text():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from mdn.evaluation.mqar.data import IGNORED, generate
+from mdn.experiments.mqar_data import IGNORED, generate
 
 VOCAB = 512
 

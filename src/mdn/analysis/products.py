@@ -12,7 +12,7 @@ import math
 import numpy as np
 import torch
 
-from mdn.analysis.spectrum import GateSample
+from mdn.analysis.eigenvalues import GateSample
 
 RESCALE_EVERY = 16
 SMALLEST = 1e-290

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mdn.analysis.spectrum import GateSample
+from mdn.analysis.eigenvalues import GateSample
 from mdn.layers.momentum_deltanet import MomentumDeltaNet
 from mdn.ops.l2norm import l2norm
 
@@ -83,14 +83,17 @@ def record_layer(layer: MomentumDeltaNet, hidden_states: Tensor) -> LayerRecord:
     return records[0]
 
 
-def read_tokens(tokenizer: Any, text: Path, most: int) -> Tensor:
-    """``[1, T]`` ids of the first ``most`` tokens of a text file, the start token included."""
-    if most < 2:
-        raise ValueError(f"--tokens must be at least 2, got {most}")
+def load_model_and_tokens(source: str, text: Path, most: int) -> tuple[Any, Tensor]:
+    """A trained model in evaluation mode, and ``[1, T]`` ids of the first ``most`` tokens of a text file."""
+    from mdn.common.loading import load_model, load_tokenizer
+
+    if not text.is_file():
+        raise ValueError(f"--text {text} is not a file")
+    model, tokenizer = load_model(source, dtype="float32"), load_tokenizer(source)
     content = text.read_text(encoding="utf-8", errors="replace")
     if not content.strip():
         raise ValueError(f"{text} has no text")
-    # Eight bytes a token is more than any tokenizer here needs; a book need not be tokenised for its first page.
+    # Eight bytes a token is more than any tokenizer here needs: a whole book is not tokenised for its first page.
     ids = tokenizer(content[: 8 * most + 64], add_special_tokens=False)["input_ids"]
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    return torch.tensor([[*start, *ids][:most]], dtype=torch.long)
+    return model, torch.tensor([[*start, *ids][:most]], dtype=torch.long)

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mdn.analysis.recording import LayerRecord
-from mdn.analysis.spectrum import (
+from mdn.analysis.eigenvalues import (
     check_closed_form,
     quadrant_shares,
     region_eigenvalues,
@@ -15,12 +14,14 @@ from mdn.analysis.spectrum import (
     sampled_regions,
     spectral_radius,
 )
+from mdn.analysis.recording import LayerRecord
 from mdn.common.plots import COLOURS, figure
+from mdn.common.results import Table
 
 PANEL_POINTS = 1500
 TITLES = {
-    "first order": "first order: α(1 − β)",
-    "unconstrained momentum": "momentum, unconstrained",
+    "first order": "first order: α(1 − β), β up to 2",
+    "unconstrained momentum": "momentum, β up to 1, η up to 2",
     "constrained momentum": "momentum, β < 1 − α, μ ≥ 1/e",
     "layer": "the layer's bounds, μ ≥ exp(−2)",
 }
@@ -47,7 +48,7 @@ def spectra(points: int, seed: int, records: list[LayerRecord] | None = None) ->
     samples = 200
     results["closed form against numpy.linalg.eigvals"] = {
         "samples": samples,
-        "largest distance": check_closed_form(samples, seed=seed),
+        "largest distance": check_closed_form(samples, seed),
     }
     results["panels"] = {title: _sample(values, seed) for title, values in panels.items()}
     return results
@@ -60,9 +61,16 @@ def _sample(values: np.ndarray, seed: int) -> list[list[float]]:
     return [[round(float(value.real), 4), round(float(value.imag), 4)] for value in values]
 
 
-def draw(results: dict[str, Any]) -> Any:
+def tables(content: dict[str, Any]) -> list[Table]:
+    entries = {**content["regions"], **{f"layer {e['layer']} of the model": e for e in content["layers"]}}
+    shares = ["positive real", "negative real", *(f"{n} quadrant" for n in ("1st", "2nd", "3rd", "4th"))]
+    rows = [[name, *(f"{entry[share]:.1%}" for share in shares)] for name, entry in entries.items()]
+    return [Table("share of the eigenvalues of single steps in each region", ["gates", *shares], rows)]
+
+
+def draw(content: dict[str, Any]) -> Any:
     """One unit disc per panel."""
-    panels = results["panels"]
+    panels = content["panels"]
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
     size = (3.1 * columns, 3.3 * rows + 0.3)

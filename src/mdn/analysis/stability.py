@@ -1,6 +1,6 @@
 """`mdn analyze stability`: spectral radius of single steps, growth of products of steps, and where the guarantee ends.
 
-Gates come from the layer's own parameterisation at its first values (and its ablations), from given ranges, or from a
+Gates come from the layer's own parameterisation at its initial values (and its ablations), from given ranges, or from a
 trained model on a text.
 """
 
@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from mdn.analysis.eigenvalues import GUARANTEED_LOG_MU, GateSample, pair_eigenvalues, sample_pair, spectral_radius
 from mdn.analysis.products import growth_summary, running_growth, shares_over
 from mdn.analysis.recording import LayerRecord, record_layer
-from mdn.analysis.spectrum import GUARANTEED_LOG_MU, GateSample, pair_eigenvalues, sample_pair, spectral_radius
 from mdn.common.plots import COLOURS, figure
+from mdn.common.results import Table
 from mdn.layers.momentum_deltanet import MomentumDeltaNet
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -51,8 +52,10 @@ def range_record(ranges: dict[str, tuple[float, float]], heads: int, steps: int,
 
 def analyse(record: LayerRecord, windows: list[int]) -> dict[str, Any]:
     """Single steps, products over windows, and the running product over the whole sequence, of one set of heads."""
-    radius, pair = spectral_radius(record.gates), sample_pair(record.gates)
     steps = len(record.keys)
+    if min(windows) > steps:
+        raise ValueError(f"--windows must have one of at most {steps} steps, the shortest is {min(windows)}")
+    radius, pair = spectral_radius(record.gates), sample_pair(record.gates)
     return {
         "steps": steps,
         "heads": record.keys.shape[1],
@@ -66,10 +69,10 @@ def analyse(record: LayerRecord, windows: list[int]) -> dict[str, Any]:
     }
 
 
-def guarantee(log_mus: np.ndarray, resolution: int = 201) -> list[dict[str, float]]:
-    """Section 4 by brute force: over all gates the layer's bounds allow at a given log mu, the smallest real part of an
-    eigenvalue and the largest modulus. The closed form says: right half plane exactly down to log mu = -ln 8."""
-    largest_alpha = np.linspace(1e-6, 1, resolution)[:, None, None]
+def guarantee(log_mus: np.ndarray) -> list[dict[str, float]]:
+    """The guarantee by brute force: over all gates the layer's bounds allow at a given log mu, the smallest real part
+    of an eigenvalue and the largest modulus. The closed form says: right half plane exactly down to log mu = -ln 8."""
+    largest_alpha = np.linspace(1e-6, 1, 201)[:, None, None]
     eta = np.linspace(0, 2, 21)[None, :, None]
     share = np.linspace(0, 1, 5)[None, None, :]  # of the largest beta that is used; alpha at its largest is worst
     rows = []
@@ -87,10 +90,29 @@ def guarantee_end(rows: list[dict[str, float]]) -> dict[str, float]:
     return {"found by sweep": min(safe), "closed form": GUARANTEED_LOG_MU}
 
 
-def draw(results: dict[str, Any]) -> Any:
+def tables(content: dict[str, Any]) -> list[Table]:
+    rows = []
+    for name, entry in content["sources"].items():
+        whole, longest = entry["whole"], entry["windows"][-1]
+        rows.append(
+            [
+                name,
+                f"{entry['largest spectral radius']:.4f}",
+                f"{entry['share of steps in the left half plane']:.1%}",
+                f"{longest['99 % log10 norm']:.1f} (over {longest['window']:,} steps)",
+                f"{whole['largest log10 norm']:.1f}",
+                f"{whole['share above 1e6']:.1%}",
+                f"{whole['share above float32']:.1%}",
+            ]
+        )
+    header = ["gates", "largest radius", "left half plane", "99 % log10 norm", "largest log10 norm on the way"]
+    return [Table("single steps and products of steps", [*header, "heads above 1e6", "heads above float32"], rows)]
+
+
+def draw(content: dict[str, Any]) -> Any:
     """Left: log10 norm of products against the window; right: the smallest real part against log mu."""
     fig, (left, right) = figure("Stability: products of steps, and the guarantee", columns=2, size=(9.6, 3.8))
-    for number, (name, entry) in enumerate(results["sources"].items()):
+    for number, (name, entry) in enumerate(content["sources"].items()):
         rows, colour = entry["windows"], COLOURS[number % len(COLOURS)]
         window = [row["window"] for row in rows]
         wide = max(3.4 - 0.4 * number, 0.8)  # curves that coincide stay visible behind one another
@@ -101,7 +123,7 @@ def draw(results: dict[str, Any]) -> Any:
     left.set_yscale("symlog", linthresh=1)
     left.set(title="norm of the product (99 %, dotted: median)", xlabel="steps in the window", ylabel="log10 norm")
     left.legend(fontsize=7)
-    rows = results["guarantee"]
+    rows = content["guarantee"]
     right.plot([row["log mu"] for row in rows], [row["smallest real part"] for row in rows], color=COLOURS[0])
     right.axvline(GUARANTEED_LOG_MU, color=COLOURS[1], linestyle="--", label="−ln 8")
     right.axhline(0, color="#999999", linewidth=0.8)

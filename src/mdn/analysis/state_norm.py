@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mdn.common.plots import COLOURS, MIXER_COLOURS, figure
 from mdn.common.progress import progress
+from mdn.common.results import Table
 
 
 def _states(cache: Any) -> dict[int, Tensor]:
@@ -73,9 +74,24 @@ def summarise(norms: dict[int, dict[str, np.ndarray]]) -> dict[str, Any]:
     }
 
 
-def draw(results: dict[str, Any]) -> Any:
+def tables(content: dict[str, Any]) -> list[Table]:
+    models, layers = [], []
+    for name, entry in content["models"].items():
+        n = f"{entry['n']} ({entry['n is']})"
+        models.append([name, entry["mixer"], f"{entry['mean change']:.4g}", f"{entry['steps']:,}", n])
+        for layer in entry["per layer"]:
+            heads = " ".join(f"{value:.3g}" for value in layer["mean change per head"])
+            layers.append([name, str(layer["layer"]), heads, f"{layer['relative change']:.3f}"])
+    caption = f"mean change of S per decoding step, on {content['text']}"
+    return [
+        Table(caption, ["model", "mixer", "change", "steps", "n"], models),
+        Table("by layer", ["model", "layer", "mean change of S, every head", "change / norm"], layers),
+    ]
+
+
+def draw(content: dict[str, Any]) -> Any:
     """Left: the average change over decoding steps; right: its mean for every layer and head."""
-    models = results["models"]
+    models = content["models"]
     fig, (left, right) = figure("Change of the fast weight while decoding", columns=2, size=(9.6, 3.8))
     for number, (name, entry) in enumerate(models.items()):
         colour = MIXER_COLOURS.get(entry["mixer"], COLOURS[number % len(COLOURS)])

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from mdn.bench.op_peers import NATIVE, OURS, PAPER_SOLVE, Inputs, Shape, make_inputs, relative_error
+from mdn.bench.op_peers import NATIVE, OURS, PAPER_SOLVE, PeerInputs, RuleShape, make_inputs, relative_error
 from mdn.bench.paper_form import paper_chunk_momentum_delta_rule
 from mdn.ops import chunk_momentum_delta_rule, recurrent_momentum_delta_rule
 from mdn.ops.backends import why_not
@@ -25,17 +25,18 @@ def accuracy_table(values: tuple[float, ...] = LOG_MU) -> list[dict[str, float]]
     rows = []
     for log_mu in values:
         inputs = {
-            name: x.detach() for name, x in make_inputs(Shape(1, 256, 4, 64, 64), seed=11, largest_factor=4.0).items()
+            name: x.detach()
+            for name, x in make_inputs(RuleShape(1, 256, 4, 64, 64), seed=11, largest_factor=4.0).items()
         }
         inputs["log_mu"] = torch.full_like(inputs["log_mu"], log_mu)
-        exact: Inputs = {name: x.double() for name, x in inputs.items()}
+        exact: PeerInputs = {name: x.double() for name, x in inputs.items()}
         wanted, _ = recurrent_momentum_delta_rule(**exact)
         errors = {name: _error(o, wanted) for name, o in _outputs(inputs).items()}
         rows.append({"log_mu": log_mu, **errors})
     return rows
 
 
-def _outputs(inputs: Inputs) -> dict[str, Tensor]:
+def _outputs(inputs: PeerInputs) -> dict[str, Tensor]:
     outputs = {
         RECURRENCE: recurrent_momentum_delta_rule(**inputs)[0],
         PAPER_SOLVE: paper_chunk_momentum_delta_rule(**inputs, library_solve=True),

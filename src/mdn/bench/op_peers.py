@@ -18,8 +18,8 @@ from mdn.bench.paper_form import paper_chunk_momentum_delta_rule
 from mdn.ops import chunk_momentum_delta_rule, recurrent_momentum_delta_rule
 from mdn.ops.backends import why_not
 
-Inputs = dict[str, Any]  # tensors by argument name
-Forward = Callable[[Inputs], Tensor]
+PeerInputs = dict[str, Any]  # tensors by argument name
+Forward = Callable[[PeerInputs], Tensor]
 
 OURS = "mdn torch"
 NATIVE = "mdn cpu (native)"
@@ -31,7 +31,7 @@ ATTENTION = "scaled_dot_product_attention"
 
 
 @dataclass(frozen=True)
-class Shape:
+class RuleShape:
     batch: int
     time: int
     heads: int
@@ -45,14 +45,15 @@ class Shape:
     def __str__(self) -> str:
         return f"B{self.batch} T{self.time} H{self.heads} K{self.key_dim} V{self.value_dim}"
 
-    def flops(self, chunk: int = 64) -> float:
-        """Dense count of forward + backward of the rule, chunk-start states rebuilt, whoever runs it."""
+    def flops(self) -> float:
+        """Dense count of forward + backward in chunks of 64 whose states at the start are rebuilt, for any peer."""
+        chunk = 64
         pairs = self.tokens / chunk * self.heads
         states = 40 * chunk * self.key_dim * self.value_dim
         return pairs * (states + chunk**2 * (12 * self.value_dim + 16 * self.key_dim))
 
 
-def make_inputs(shape: Shape, seed: int = 0, largest_factor: float = 1.0) -> Inputs:
+def make_inputs(shape: RuleShape, seed: int = 0, largest_factor: float = 1.0) -> PeerInputs:
     """Gates inside the layer's bounds, mu falling slower than alpha: there the paper's form keeps its digits too."""
     generator = torch.Generator().manual_seed(seed)
     B, T, H = shape.batch, shape.time, shape.heads
@@ -80,21 +81,21 @@ def _paper(library_solve: bool) -> Forward:
     return lambda x: paper_chunk_momentum_delta_rule(**x, library_solve=library_solve)
 
 
-def _first_order(x: Inputs) -> Tensor:
+def _first_order(x: PeerInputs) -> Tensor:
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
     plain = inspect.unwrap(torch_chunk_gated_delta_rule)
     return plain(x["q"], x["k"], x["v"], g=x["log_alpha"], beta=x["beta"], use_qk_l2norm_in_kernel=True)[0]
 
 
-def _fla(x: Inputs) -> Tensor:
+def _fla(x: PeerInputs) -> Tensor:
     from fla.ops.momentum_delta_rule import chunk_momentum_delta_rule as fla_rule
 
     vectors = {name: x[name].bfloat16() for name in ("q", "k", "v")}
     return fla_rule(**(x | vectors))[0].float()
 
 
-def _attention(x: Inputs) -> Tensor:
+def _attention(x: PeerInputs) -> Tensor:
     q, k, v = (x[name].transpose(1, 2) for name in ("q", "k", "v"))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
@@ -110,7 +111,7 @@ FORWARDS: dict[str, Forward] = {
 }
 
 
-def training_step(name: str, inputs: Inputs) -> Callable[[], None]:
+def training_step(name: str, inputs: PeerInputs) -> Callable[[], None]:
     """Forward and backward of a peer, gradients to everything it reads."""
     forward = FORWARDS[name]
     cotangent = torch.randn(inputs["v"].shape, generator=torch.Generator().manual_seed(1))
@@ -123,7 +124,7 @@ def training_step(name: str, inputs: Inputs) -> Callable[[], None]:
 
 def runnable_peers() -> tuple[list[str], dict[str, str]]:
     """Names that run on this machine, and the reasons of the others."""
-    small = make_inputs(Shape(1, 64, 1, 16, 16))
+    small = make_inputs(RuleShape(1, 64, 1, 16, 16))
     names, reasons = [], {}
     for name in FORWARDS:
         try:
@@ -147,7 +148,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return difference / wanted.abs().max().item() if difference == difference else float("inf")
 
 
-def _gradients(forward: Forward, inputs: Inputs) -> list[Tensor]:
+def _gradients(forward: Forward, inputs: PeerInputs) -> list[Tensor]:
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     o = forward(leaves)
     cotangent = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype)
@@ -160,7 +161,7 @@ def check_correct(names: list[str]) -> dict[str, float]:
     Ours and the paper's form are held to the float64 recurrence (outputs to 2e-6 and gradients to 1e-5; 1e-3 for the
     paper's form, which adds 1e-6 to beta). The first-order peer must equal our op without momentum.
     """
-    inputs = make_inputs(Shape(1, 200, 2, 32, 48), seed=3)
+    inputs = make_inputs(RuleShape(1, 200, 2, 32, 48), seed=3)
     exact = {name: x.double() for name, x in inputs.items()}
     wanted = _gradients(lambda x: recurrent_momentum_delta_rule(**x)[0], exact)
     errors: dict[str, float] = {}

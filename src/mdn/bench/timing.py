@@ -1,4 +1,4 @@
-"""Timing for comparisons: all peers in one process, interleaved, the least of several repeats.
+"""Timing for comparisons: all peers in one process, interleaved, the minimum over several repeats.
 
 The least time is the one with the fewest interruptions; interleaving makes a slow phase of the machine hit every peer.
 """
@@ -37,14 +37,6 @@ def interleaved(
     return least
 
 
-def matmul_rate(size: int = 2048) -> float:
-    """FLOP/s of one large float32 matrix product: the roofline that op rates are compared with."""
-    x = torch.randn(size, size)
-    y = torch.randn(size, size)
-    seconds = interleaved({"matmul": lambda: x @ y}, repeats=5)["matmul"]
-    return 2 * size**3 / seconds
-
-
 def machine() -> dict[str, object]:
     """What a figure depends on besides the code."""
     return {
@@ -52,7 +44,7 @@ def machine() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "load_before": os.getloadavg()[0],
+        "load_before": os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan"),  # Windows has none
         "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
     }
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from mdn.cli.options import add_output_arguments, output_directory, positive_int, whole_number
-from mdn.common.results import write_results
 
 HELP = "the paper's ablations at a small scale: loss, divergence, and whether it is arithmetic or dynamics"
 EXAMPLE = "mdn ablate --rows components --seeds 2 --out runs/ablate --plot ablations.png"
@@ -25,32 +23,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--paper-steps", type=positive_int, default=80, help="steps with the paper's arithmetic (80)")
     parser.add_argument("--batch-tokens", type=positive_int, default=2048, help="tokens of a step (2048)")
     parser.add_argument("--text", metavar="PATH", help="train on this file or folder (the Python standard library)")
-    parser.add_argument(
-        "--out", type=output_directory, default=Path("runs/ablate"), help="where the runs are (runs/ablate)"
-    )
+    parser.add_argument("--out", type=output_directory, default="runs/ablate", help="where the runs are (runs/ablate)")
     parser.add_argument("--processes", type=positive_int, help="cells at the same time, one thread each (one per core)")
     parser.add_argument("--only-read", action="store_true", help="train nothing: the table of what is there")
     add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    from mdn.analysis.ablation import Scale, cells, run_grid
-    from mdn.analysis.ablation_rows import choose_rows
-    from mdn.analysis.ablation_table import draw, summarise, table
-    from mdn.common.workers import processes_from
+    from functools import partial
 
-    scale = Scale(steps=args.steps, paper_steps=args.paper_steps, batch_tokens=args.batch_tokens, text=args.text)
-    grid = cells(choose_rows(args.rows), args.seeds, args.paper_seeds)
-    results = run_grid(grid, scale, args.out, 0 if args.only_read else processes_from(args.processes))
+    from mdn.common.results import write_results
+    from mdn.common.workers import processes_from
+    from mdn.experiments.ablation import AblationScale, ablation_cells, choose_rows, train_ablation
+    from mdn.experiments.ablation_results import draw, summarise, tables
+    from mdn.experiments.grid import run_grid
+
+    scale = AblationScale(
+        steps=args.steps, paper_steps=args.paper_steps, batch_tokens=args.batch_tokens, text=args.text
+    )
+    cells = ablation_cells(choose_rows(args.rows), args.seeds, args.paper_seeds, scale)
+    processes = 0 if args.only_read else processes_from(args.processes)
+    results = list(run_grid(cells, partial(train_ablation, out=args.out), args.out, processes, "ablations").values())
     if not results:
         raise ValueError(f"--out {args.out} holds no finished cell of these rows")
-    rows = summarise(results)
-    print(table(rows))
+    content = {"scale": vars(scale), "cells": len(results), "of": len(cells), "rows": summarise(results)}
+    print(*tables(content), sep="\n\n")
     minutes = sum(result["seconds"] for result in results) / 60
-    print(f"\n{len(results)} of {len(grid)} cells, {minutes:.1f} minutes of training")
-    found = {"scale": vars(scale), "cells": len(results), "of": len(grid), "rows": rows}
-    write_results(args.json, "ablations", found)
+    print(f"\n{minutes:.1f} minutes of training")
+    for path in (args.out / "results.json", args.json):
+        write_results(path, "ablations", content)
     if args.plot is not None:
         from mdn.common.plots import save_figure
 
-        save_figure(draw(found), args.plot)
+        save_figure(draw(content), args.plot)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from mdn.analysis.arguments import add_model_arguments, records_of
-from mdn.cli.options import add_output_arguments, positive_int, seed
-from mdn.common.results import markdown_table, write_results
+from mdn.cli.options import add_model_arguments, add_output_arguments, positive_int, records_of, seed
 
 HELP = "eigenvalues of one step: the paper's regions, and a trained model's own gates on a text"
-EXAMPLE = "mdn analyze spectra --model runs/demo/model --text README.md --plot spectra.png"
+EXAMPLE = "mdn analyze spectra --model runs/demo --text README.md --plot spectra.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,20 +18,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from mdn.analysis.spectra import draw, spectra
+    from mdn.analysis.spectra import draw, spectra, tables
+    from mdn.common.results import write_results
 
-    results = spectra(args.points, args.seed, records_of(args))
-    rows = {**results["regions"], **{f"layer {entry['layer']}": entry for entry in results["layers"]}}
-    quadrants = ["positive real", "negative real", *(f"{n} quadrant" for n in ("1st", "2nd", "3rd", "4th"))]
-    table = [[name, *(f"{entry[quadrant]:.1%}" for quadrant in quadrants)] for name, entry in rows.items()]
-    print(markdown_table(["gates", *quadrants], table))
-    check = results["closed form against numpy.linalg.eigvals"]
+    content = spectra(args.points, args.seed, records_of(args))
+    print(*tables(content), sep="\n\n")
+    check = content["closed form against numpy.linalg.eigvals"]
     print(
         f"\nclosed form against numpy.linalg.eigvals of the full transition: largest distance "
         f"{check['largest distance']:.1e} over {check['samples']} random steps"
     )
-    write_results(args.json, "spectra", results)
+    write_results(args.json, "spectra", content)
     if args.plot is not None:
         from mdn.common.plots import save_figure
 
-        save_figure(draw(results), args.plot)
+        save_figure(draw(content), args.plot)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mdn.analysis.arguments import add_model_arguments, records_of
-from mdn.cli.options import add_output_arguments, positive_int, seed, whole_numbers
-from mdn.common.results import markdown_table, write_results
+from mdn.cli.options import add_model_arguments, add_output_arguments, positive_int, records_of, seed, whole_numbers
 
 HELP = "spectral radius per step, norms of products over windows, and where the stability guarantee ends"
 EXAMPLE = "mdn analyze stability --plot stability.png   (or --alpha 0.9,1 --mu 0.9,1, or --model DIR --text FILE)"
+MOST_GATES = 20_000_000
 RANGES = {"alpha": (0.0, 1.0), "beta": (0.0, 1.0), "mu": (0.0, 1.0), "eta": (0.0, 2.0)}
 
 
@@ -21,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=positive_int, default=126, help="heads drawn per variant (126)")
     parser.add_argument("--steps", type=positive_int, default=4096, help="steps per head (4096)")
     parser.add_argument(
-        "--windows", type=whole_numbers, default=(1, 4, 16, 64, 256, 1024), help="window lengths (1,4,16,64,256,1024)"
+        "--windows", type=whole_numbers, default="1,4,16,64,256,1024", help="window lengths (1,4,16,64,256,1024)"
     )
     parser.add_argument("--seed", type=seed, default=0)
     add_model_arguments(parser)
@@ -31,23 +30,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import numpy as np
 
-    from mdn.analysis.stability import analyse, guarantee, guarantee_end
+    from mdn.analysis.stability import analyse, draw, guarantee, guarantee_end, tables
     from mdn.common.progress import progress
+    from mdn.common.results import write_results
 
+    if args.heads * args.steps > MOST_GATES:
+        raise ValueError(f"--heads x --steps must be at most {MOST_GATES:,}, got {args.heads:,} x {args.steps:,}")
     windows = sorted(args.windows)
     sources = {
         name: analyse(make(), windows)
         for name, make in progress(list(_sources(args).items()), desc="stability", unit="source", leave=False)
     }
     rows = guarantee(np.linspace(-4, 0, 401))
-    results: dict[str, Any] = {"seed": args.seed, "sources": sources, "guarantee": rows, "end": guarantee_end(rows)}
-    _print(results)
-    write_results(args.json, "stability", results)
+    end = guarantee_end(rows)
+    content: dict[str, Any] = {"seed": args.seed, "sources": sources, "guarantee": rows, "end": end}
+    print(*tables(content), sep="\n\n")
+    print(
+        f"\nright half plane guaranteed down to log mu = {end['found by sweep']:.2f} by a sweep of all allowed gates, "
+        f"{end['closed form']:.3f} = -ln 8 by the closed form; below it only the guarantee ends, the rule is computed"
+    )
+    write_results(args.json, "stability", content)
     if args.plot is not None:
-        from mdn.analysis.stability import draw
         from mdn.common.plots import save_figure
 
-        save_figure(draw(results), args.plot)
+        save_figure(draw(content), args.plot)
 
 
 def _sources(args: argparse.Namespace) -> dict[str, Any]:
@@ -78,27 +84,3 @@ def _range(name: str, text: str) -> tuple[float, float]:
     if not 0 <= low <= high or (name != "beta" and high > most):
         raise ValueError(f"--{name} must satisfy 0 <= LOW <= HIGH <= {most:g}, got {text}")
     return low, high
-
-
-def _print(results: dict[str, Any]) -> None:
-    rows = []
-    for name, entry in results["sources"].items():
-        longest = entry["windows"][-1]
-        rows.append(
-            [
-                name,
-                f"{entry['largest spectral radius']:.4f}",
-                f"{entry['share of steps in the left half plane']:.1%}",
-                f"{longest['99 % log10 norm']:.1f} (over {longest['window']})",
-                f"{entry['whole']['largest log10 norm']:.1f}",
-                f"{entry['whole']['share above 1e6']:.1%}",
-                f"{entry['whole']['share above float32']:.1%}",
-            ]
-        )
-    header = ["gates", "largest radius", "left half plane", "99 % log10 norm", "largest log10 norm on the way"]
-    print(markdown_table([*header, "heads above 1e6", "heads above float32"], rows))
-    end = results["end"]
-    print(
-        f"\nright half plane guaranteed down to log mu = {end['found by sweep']:.2f} by a sweep of all allowed gates, "
-        f"{end['closed form']:.3f} = -ln 8 by the closed form; below it only the guarantee ends, the rule is computed"
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from mdn.cli.options import add_output_arguments, number, positive_int, whole_number
-from mdn.common.results import command_line, write_results
 
 HELP = "tokens per second and peak memory of a training step for every mixer, at equal size, as ratios to attention"
 EXAMPLE = "mdn bench train --lengths 512 2048 8192 --json train.json --plot train.png"
@@ -19,28 +18,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive_int, default=8192, help="tokens per step, the same at every length")
     parser.add_argument("--hidden-size", type=positive_int, default=256, help="a multiple of 64")
     parser.add_argument("--layers", type=positive_int, default=2)
-    parser.add_argument("--repeats", type=positive_int, default=3, help="the minimum over this many is taken")
+    parser.add_argument("--repeats", type=positive_int, default=3, help="the minimum of so many times is taken")
     parser.add_argument(
         "--budget", type=number(0), default=120.0, help="seconds per length after which repeating stops"
     )
     add_output_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    if args.hidden_size % 64 or args.hidden_size < 64:
+def run(args: argparse.Namespace) -> None:
+    if args.hidden_size % 64:
         raise ValueError(f"--hidden-size must be a multiple of 64, got {args.hidden_size}")
-    from mdn.bench import train
     from mdn.bench.timing import machine
+    from mdn.bench.training_step import StepSize, check_mixers, draw, measure, tables
+    from mdn.common.results import write_results
     from mdn.layers import MIXERS
 
     facts = machine()
-    mixers = train.check_mixers(args.mixers or list(MIXERS))
-    setting = train.Setting(
-        hidden_size=args.hidden_size, layers=args.layers, tokens=args.tokens, lengths=tuple(args.lengths)
-    )
-    rows = train.measure(mixers, setting, args.repeats, args.budget)
-    print(train.table(rows))
-    write_results(args.json, "train", train.as_json(rows, setting, facts))
-    if args.plot:
-        train.plot(rows, args.plot, command_line())
-    return 0
+    mixers = check_mixers(args.mixers or list(MIXERS))
+    size = StepSize(hidden_size=args.hidden_size, layers=args.layers, tokens=args.tokens, lengths=tuple(args.lengths))
+    rows = measure(mixers, size, args.repeats, args.budget)
+    content = {"machine": facts, "size": vars(size), "rows": rows}
+    print(*tables(content), sep="\n\n")
+    write_results(args.json, "train", content)
+    if args.plot is not None:
+        from mdn.common.plots import save_figure
+
+        save_figure(draw(content), args.plot)

@@ -143,7 +143,7 @@ def _haystack(choice: str | None) -> str | None:
     if choice is None:
         return None
     if choice == "stdlib":
-        from mdn.evaluation.needle.text import documentation_text
+        from mdn.evaluation.needle import documentation_text
 
         return documentation_text()
     if not Path(choice).is_file():
@@ -152,12 +152,13 @@ def _haystack(choice: str | None) -> str | None:
 
 
 def _mqar(args: argparse.Namespace, results: dict[str, Any]) -> Any:
-    from mdn.evaluation.mqar.recipe import load_mqar_recipe
-    from mdn.evaluation.mqar.suite import load_mqar_model, mqar_results, mqar_suite
+    from mdn.common.loading import load_model
+    from mdn.experiments.mqar import load_mqar_recipe
+    from mdn.experiments.mqar_results import mqar_results, mqar_suite
 
     recipe = load_mqar_recipe(args.recipe)
     for label, source in zip(results, args.models):
-        results[label] |= mqar_results(load_mqar_model(source), recipe)
+        results[label] |= mqar_results(load_model(source), recipe)
     return mqar_suite(recipe)
 
 
@@ -177,6 +178,7 @@ def _report(args: argparse.Namespace, suites: list, tasks: list, results: dict[s
         write_results(args.json, "eval", content)
     needle = next((suite for suite in suites if suite.name == "needle"), None)
     if needle is not None:
-        from mdn.evaluation.needle.plot import draw_suite
+        from mdn.common.plots import save_figure
+        from mdn.evaluation.needle import draw_suite
 
-        print(f"heat-map: {draw_suite(needle, results, args.plot or args.out / 'needle.png')[0]}")
+        print(f"heat-map: {save_figure(draw_suite(needle, results), args.plot or args.out / 'needle.png')[0]}")

@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 
 from mdn.cli.options import add_output_arguments, output_directory, positive_int
-from mdn.common.results import write_results
 
 HELP = "multi-query associative recall: a grid of mixers, learning rates and seeds, with a table and a figure"
-EXAMPLE = "mdn mqar recipes/mqar/quick.yaml --processes 2 seeds=[0,1,2]"
+EXAMPLE = "mdn mqar recipes/mqar/quick.yaml --processes 2 seeds=[0,1,2] mixers=[momentum_deltanet,kda]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,29 +24,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from mdn.common.results import provenance
+    from functools import partial
+
+    import yaml
+
+    from mdn.common.files import write_atomically
+    from mdn.common.plots import save_figure
+    from mdn.common.results import provenance, write_results
     from mdn.common.workers import processes_from
-    from mdn.evaluation.mqar.grid import finished, run_grid
-    from mdn.evaluation.mqar.recipe import load_mqar_recipe
+    from mdn.experiments.grid import finished, run_grid
+    from mdn.experiments.mqar import load_mqar_recipe, train_and_test
+    from mdn.experiments.mqar_results import choose, draw, tables
 
     processes = processes_from(args.processes)
     recipe = load_mqar_recipe(args.recipe, args.overrides)
     out = args.out or Path("runs") / recipe.name
     if args.list:
-        done = finished(recipe, out)
+        done = finished(recipe.cells(), out)
         for cell in recipe.cells():
             print(f"{'done ' if cell.name in done else 'to do'} {cell.name}")
         return
-    results = run_grid(recipe, out, processes, args.save_models)
-    from mdn.evaluation.mqar.report import as_json, choose, draw, table
-
-    chosen = choose(results)
-    text = table(recipe, chosen)
-    (out / "table.md").write_text(text)
-    content = {**as_json(recipe, chosen), "provenance": provenance(seed=None)}
-    for path in {out / "results.json", *([args.json] if args.json else [])}:
+    resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=120)
+    write_atomically(out / "recipe.yaml", resolved.encode())
+    job = partial(train_and_test, save_to=out / "models" if args.save_models else None)
+    results = run_grid(recipe.cells(), job, out, processes, recipe.name)
+    chosen = choose(results.values())
+    content = {"recipe": recipe.model_dump(mode="json"), "chosen": chosen, "provenance": provenance(seed=None)}
+    (table,) = tables(content)
+    write_atomically(out / "table.md", f"{table}\n".encode())
+    for path in (out / "results.json", args.json):
         write_results(path, "mqar", content)
-    figures = draw(recipe, chosen, out / "accuracy.png")
-    print(
-        text + f"\naccuracy in %, mean ± standard deviation over seeds; columns are length:pairs; figure: {figures[0]}"
-    )
+    print(f"{table}\n\nfigure: {save_figure(draw(content), out / 'accuracy.png')[0]}")

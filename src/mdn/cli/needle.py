@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from mdn.cli.options import add_output_arguments, names, number, output_directory, positive_int, seed, whole_numbers
-from mdn.common.results import write_results
 
 HELP = "needle in a haystack over length and depth: trains tiny models on the spot, or takes a trained one"
 EXAMPLE = "mdn needle --mixers momentum_deltanet,gated_deltanet --steps 500 --out runs/needle"
@@ -17,69 +15,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", help="a trained language model (directory, run folder or Hub id) instead of tiny ones"
     )
-    parser.add_argument("--mixers", type=names, default=["momentum_deltanet"], help="tiny models to train, with commas")
+    parser.add_argument("--mixers", type=names, default="momentum_deltanet", help="tiny models to train, with commas")
     parser.add_argument("--haystack", choices=["noise", "documentation"], default="noise", help="the text (noise)")
     parser.add_argument("--keys", type=positive_int, default=4, help="needles in a text, one of them asked for (4)")
     parser.add_argument(
-        "--lengths", type=whole_numbers, default=(128, 256, 512, 1024), help="tokens of the test texts, with commas"
+        "--lengths", type=whole_numbers, default="128,256,512,1024", help="tokens of the test texts, with commas"
     )
-    parser.add_argument(
-        "--depths", type=positive_int, default=5, help="how many depths from the beginning to the end (5)"
-    )
+    parser.add_argument("--depths", type=positive_int, default=5, help="depths from the beginning to the end (5)")
     parser.add_argument("--examples", type=positive_int, default=40, help="texts per length and depth (40)")
     parser.add_argument("--steps", type=positive_int, default=500, help="training steps of a tiny model (500)")
     parser.add_argument("--learning-rate", type=number(0, above=True), default=5e-3, help="of a tiny model (5e-3)")
     parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument(
-        "--out", type=output_directory, default=Path("runs/needle"), help="figure and results (runs/needle)"
-    )
+    parser.add_argument("--out", type=output_directory, default="runs/needle", help="figure and results (runs/needle)")
     add_output_arguments(parser, plot=False)
 
 
 def run(args: argparse.Namespace) -> None:
-    lengths = args.lengths
     depths = tuple(number / max(1, args.depths - 1) for number in range(args.depths))
-    maps = _trained(args, lengths, depths) if args.model else _tiny(args, lengths, depths)
-    from mdn.common.results import provenance
-    from mdn.evaluation.needle.plot import draw_heat_maps
+    maps = _trained(args, depths) if args.model else _tiny(args, depths)
+    from mdn.common.plots import save_figure
+    from mdn.common.results import provenance, write_results
+    from mdn.evaluation.needle import draw
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    rows, columns = [f"{100 * depth:.0f} %" for depth in depths], [str(length) for length in lengths]
-    figures = draw_heat_maps(maps, rows, columns, args.out / "needle.png", y="depth", x="tokens")
-    found = {label: scores.tolist() for label, scores in maps.items()}
-    content = {"lengths": lengths, "depths": depths, "found": found, "provenance": provenance(args.seed)}
-    for path in {args.out / "results.json", *([args.json] if args.json else [])}:
+    content = {"lengths": args.lengths, "depths": depths, "found": maps, "provenance": provenance(args.seed)}
+    for path in (args.out / "results.json", args.json):
         write_results(path, "needle", content)
     for label, scores in maps.items():
-        means = ", ".join(f"{length}: {100 * mean:.0f} %" for length, mean in zip(lengths, scores.mean(axis=0)))
+        means = ", ".join(f"{length}: {100 * mean:.0f} %" for length, mean in zip(args.lengths, scores.mean(axis=0)))
         print(f"{label}: found at {means}")
-    print(f"heat-map: {figures[0]}")
+    print(f"heat-map: {save_figure(draw(content), args.out / 'needle.png')[0]}")
 
 
-def _tiny(args: argparse.Namespace, lengths: tuple[int, ...], depths: tuple[float, ...]) -> dict[str, Any]:
-    from mdn.evaluation.needle.tiny import TinySettings, find_needles, train_tiny
+def _tiny(args: argparse.Namespace, depths: tuple[float, ...]) -> dict[str, Any]:
+    from mdn.experiments.tiny_needle import NeedleSettings, find_needles, train_finder
     from mdn.layers import MIXERS
 
     unknown = [mixer for mixer in args.mixers if mixer not in MIXERS]
     if unknown:
         raise ValueError(f"--mixers {','.join(unknown)} is unknown; expected some of {', '.join(sorted(MIXERS))}")
-    settings = TinySettings(
+    settings = NeedleSettings(
         haystack=args.haystack,
         keys=args.keys,
-        test_lengths=lengths,
+        test_lengths=args.lengths,
         depths=depths,
         examples=args.examples,
         steps=args.steps,
         learning_rate=args.learning_rate,
         seed=args.seed,
     )
-    return {mixer: find_needles(train_tiny(mixer, settings)[0], settings) for mixer in args.mixers}
+    settings.check()
+    maps = {}
+    for mixer in args.mixers:
+        model, outcome = train_finder(mixer, settings)
+        if outcome.diverged_at is not None:
+            print(f"{mixer}: the loss stopped being finite at step {outcome.diverged_at}")
+        maps[mixer] = find_needles(model, settings)
+    return maps
 
 
-def _trained(args: argparse.Namespace, lengths: tuple[int, ...], depths: tuple[float, ...]) -> dict[str, Any]:
+def _trained(args: argparse.Namespace, depths: tuple[float, ...]) -> dict[str, Any]:
     from mdn.common.loading import load
-    from mdn.evaluation.needle.language_model import find_needles_in_text
+    from mdn.evaluation.needle import find_needles_in_text
 
     model, tokenizer = load(args.model)
     options: dict[str, Any] = {"examples": args.examples, "haystack": args.haystack, "keys": args.keys}
-    return {args.model: find_needles_in_text(model, tokenizer, lengths, depths, **options)}
+    return {args.model: find_needles_in_text(model, tokenizer, args.lengths, depths, **options)}

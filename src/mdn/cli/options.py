@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 LARGEST = 2**31 - 1
 
@@ -113,6 +114,24 @@ def add_output_arguments(parser: argparse.ArgumentParser, plot: bool = True) -> 
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results to FILE")
     if plot:
         parser.add_argument("--plot", type=output_file, metavar="FILE", help="write the figure to FILE, as PNG and SVG")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--model`, `--text` and `--tokens`: a trained model to look at on a text."""
+    parser.add_argument("--model", metavar="DIR", help="also look at this trained model (with its tokenizer)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="the text that the model reads (needed with --model)")
+    parser.add_argument("--tokens", type=whole_number(2), default=1024, help="read at most so many tokens of it (1024)")
+
+
+def records_of(args: argparse.Namespace) -> list[Any] | None:
+    """Gates and keys of the model that ``add_model_arguments`` names, or None."""
+    if (args.model is None) != (args.text is None):
+        raise ValueError("--model and --text belong together: give both or neither")
+    if args.model is None:
+        return None
+    from mdn.analysis.recording import load_model_and_tokens, record_model
+
+    return record_model(*load_model_and_tokens(args.model, args.text, args.tokens))
 
 
 def add_loading_arguments(parser: argparse.ArgumentParser) -> None:

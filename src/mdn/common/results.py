@@ -12,12 +12,13 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mdn.common.files import write_atomically
+from mdn.common.files import read_json, write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,40 @@ def write_results(path: Path | str | None, kind: str, results: dict[str, Any]) -
     content = plain({"kind": kind, "command": command_line(), **results})
     lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())  # a line per entry
     write_atomically(Path(path), ("{" + ",\n".join(lines) + "}\n").encode())
+
+
+def read_results(path: Path, kind: str | None = None) -> dict[str, Any]:
+    """The content of a file that ``write_results`` wrote, numbers that JSON cannot hold restored."""
+    try:
+        content = _numbers(read_json(path))
+    except RecursionError:
+        raise ValueError(f"{path} is not usable: its JSON is nested too deeply") from None
+    found = content.get("kind")
+    if not isinstance(found, str) or kind not in (None, found):
+        raise ValueError(f"{path} is not a result file: kind must be {kind or 'given'!r}, got {found!r}")
+    return content
+
+
+def _numbers(value: Any) -> Any:
+    """The words "nan", "inf" and "-inf" as numbers: the inverse of ``plain``."""
+    if isinstance(value, dict):
+        return {key: _numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_numbers(entry) for entry in value]
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a header, for the terminal, the docs and the report page."""
+
+    caption: str
+    header: list[str]
+    rows: list[list[str]]
+
+    def __str__(self) -> str:
+        caption = f"{self.caption}\n\n" if self.caption else ""
+        return caption + markdown_table(self.header, self.rows)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from typing import Any
 
-from mdn.evaluation.needle.text import sentences
+from mdn.evaluation.needle import sentences
 
 # The tasks' own module holds on to the functions it found when it was loaded, so it must be loaded anew.
 _TASK_MODULE = "lm_eval.tasks.ruler.niah_utils"

@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from mdn.common.results import Table
 from mdn.evaluation.suites import Column, Suite, Work
 
 MISSING = "–"
@@ -13,7 +14,7 @@ Results = dict[Work, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Table:
+class SuiteTable:
     """Three header rows (group, title, metric) and a row of numbers per model; None where there is no result."""
 
     groups: list[str]
@@ -34,7 +35,7 @@ def _shown(number: float | None) -> str:
     return f"{number:.2f}" if abs(number) < 1e5 else f"{number:.2e}"
 
 
-def make_table(suites: list[Suite], results: dict[str, Results]) -> Table:
+def make_table(suites: list[Suite], results: dict[str, Results]) -> SuiteTable:
     """``results`` by model label. An average is over the tasks that were run, and a note says so if some were not."""
     groups: list[str] = []
     titles: list[str] = []
@@ -57,7 +58,7 @@ def make_table(suites: list[Suite], results: dict[str, Results]) -> Table:
                 row.append(statistics.fmean(present) if present else None)
                 if len(present) < len(suite.columns):
                     notes.append(f"{label}: {suite.name} Avg. over {len(present)} of {len(suite.columns)} tasks")
-    return Table(groups, titles, metrics, list(results), numbers, notes)
+    return SuiteTable(groups, titles, metrics, list(results), numbers, notes)
 
 
 def number_of(column: Column, found: Results) -> float | None:
@@ -79,7 +80,7 @@ def columns_of_tasks(works: list[Work], results: dict[str, Results]) -> Suite:
     return Suite("tasks", tuple(columns))
 
 
-def as_text(table: Table) -> str:
+def as_text(table: SuiteTable) -> str:
     """Aligned columns; a group's name stands above its first column."""
     starts = [
         group if index == 0 or group != table.groups[index - 1] else "" for index, group in enumerate(table.groups)
@@ -102,7 +103,7 @@ def _aligned(row: list[str], widths: list[int]) -> list[str]:
     return [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
 
 
-def as_markdown(table: Table) -> str:
+def as_markdown(table: SuiteTable) -> str:
     heads = [
         "Model",
         *(f"{title}<br>{metric}".removesuffix("<br>") for title, metric in zip(table.titles, table.metrics)),
@@ -113,7 +114,15 @@ def as_markdown(table: Table) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def as_json(table: Table) -> dict[str, Any]:
+def tables(content: dict[str, Any]) -> list[Table]:
+    """The table of a file that `mdn eval --json` wrote."""
+    found = content["table"]
+    header = ["model", *(f"{column['title']} {column['metric']}".strip() for column in found["columns"])]
+    rows = [[row["model"], *map(_shown, row["numbers"])] for row in found["rows"]]
+    return [Table("; ".join(found["notes"]), header, rows)]
+
+
+def as_json(table: SuiteTable) -> dict[str, Any]:
     return {
         "columns": [
             {"group": group, "title": title, "metric": metric}

@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mdn.common.errors import nearest
+
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class Block(BaseModel):
@@ -310,19 +312,24 @@ def _suffix(overrides: Sequence[str]) -> str:
 
 
 def validate(content: dict[str, Any], where: str) -> Recipe:
+    return validate_as(Recipe, content, where)
+
+
+def validate_as(schema: type[Schema], content: dict[str, Any], where: str) -> Schema:
+    """The content as ``schema``, or one line with everything that is wrong in it."""
     try:
-        return Recipe.model_validate(content)
+        return schema.model_validate(content)
     except ValidationError as error:
-        lines = [_explain(detail) for detail in error.errors()]
+        lines = [_explain(detail, schema) for detail in error.errors()]
         raise ValueError(f"recipe {where}: " + "; ".join(lines)) from None
 
 
-def _explain(detail: Any) -> str:
+def _explain(detail: Any, schema: type[BaseModel]) -> str:
     """One pydantic error as a phrase with the dotted key, what was given and what is expected."""
     location = [str(part) for part in detail["loc"]]
     key = ".".join(location)
     if detail["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{nearest(key, _known_keys())}"
+        return f"unknown key {key!r}{nearest(key, _known_keys(schema))}"
     if detail["type"] == "missing":
         return f"key {key!r} is missing"
     if detail["type"] == "value_error":
@@ -330,7 +337,7 @@ def _explain(detail: Any) -> str:
     return f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}, got {detail['input']!r}"
 
 
-def _known_keys() -> list[str]:
+def _known_keys(schema: type[BaseModel]) -> list[str]:
     """Every dotted key a recipe may have (the fields of the model block are checked against the model's config)."""
 
     def walk(block: type[BaseModel], prefix: str) -> Iterable[str]:
@@ -340,7 +347,7 @@ def _known_keys() -> list[str]:
                 yield from walk(kind, f"{prefix}{name}.")
             yield prefix + name
 
-    return list(walk(Recipe, ""))
+    return list(walk(schema, ""))
 
 
 def to_yaml(recipe: Recipe) -> str:

@@ -1,7 +1,7 @@
-"""What run folders hold: training runs, result files and figures. A file is used or listed as unused.
+"""What run folders hold: training runs, result files and figures. A file is used or listed as unused with the reason.
 
-A training run is a folder with metrics.jsonl. A result file is JSON with a ``kind`` (this package's analyses and
-benchmarks), or one of the known shapes of `mdn mqar` and `mdn eval`. Figures are PNG files; their command is in them.
+A training run is a folder with metrics.jsonl. A result file is JSON with a ``kind``. Figures are PNG files; the command
+that made them is in them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mdn.analysis.kinds import tables_of
+from mdn.common.results import Table, read_results
 from mdn.training.monitor import read_metrics
 
 LARGEST_RESULT = 20_000_000
 # Parts of a model or a checkpoint: not results.
 _NOT_RESULTS = {"config", "generation_config", "tokenizer", "tokenizer_config", "special_tokens_map", "trainer_state"}
-_NOT_FOLLOWED = {"tensorboard", "cells", "model"}
+_NOT_FOLLOWED = {"tensorboard", "cells", "model", "models"}
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,17 @@ class TrainingRun:
     name: str
     steps: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
-    summary: dict[str, Any] | None
+    gates: list[dict[str, float]]
+    """the last means of the gates, by layer; empty for a mixer without them"""
+    summary: dict[str, Any]
+    """empty for a run that has not finished"""
 
 
 @dataclass(frozen=True)
 class ResultFile:
-    path: Path
     kind: str
-    content: dict[str, Any]
+    command: str
+    tables: list[Table]
 
 
 @dataclass
@@ -53,7 +58,12 @@ def collect(folders: list[Path]) -> Found:
             raise ValueError(f"no run folder {folder}: expected a folder (or a result file) of an earlier command")
         for path in [folder] if folder.is_file() else sorted(folder.rglob("*")):
             if path.is_file() and not _inside_a_part(path.relative_to(folder).parts[:-1]):
-                _add(found, path, path.parent.relative_to(folder.parent) if folder.is_dir() else path.parent)
+                name = path.parent.relative_to(folder.parent) if folder.is_dir() else path.parent
+                try:
+                    _add(found, path, str(name))
+                except (ValueError, OSError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                    reason = " ".join(str(error).split()).removeprefix(f"{path} is ")
+                    found.unused.append(f"{path}: {reason}")
     if not (found.runs or found.results or found.figures):
         raise ValueError(f"nothing to report in {', '.join(map(str, folders))}: no metrics.jsonl, result or figure")
     return found
@@ -63,56 +73,31 @@ def _inside_a_part(parts: tuple[str, ...]) -> bool:
     return any(part in _NOT_FOLLOWED or part.startswith(("checkpoint", ".")) for part in parts)
 
 
-def _add(found: Found, path: Path, shown: Path) -> None:
+def _add(found: Found, path: Path, run_name: str) -> None:
     if path.name == "metrics.jsonl":
-        found.runs.append(_training_run(path.parent, str(shown)))
+        found.runs.append(_training_run(path.parent, run_name))
     elif path.suffix == ".png":
         found.figures.append((path, png_command(path)))
     elif path.suffix == ".json" and path.stem not in _NOT_RESULTS and path.name != "summary.json":
-        _add_result(found, path)
+        if path.stat().st_size > LARGEST_RESULT:
+            raise ValueError(f"larger than {LARGEST_RESULT // 2**20} MiB")
+        content = read_results(path)
+        command = content.get("command") or content.get("provenance", {}).get("command", "")
+        found.results.append(ResultFile(content["kind"], command, tables_of(content)))
 
 
 def _training_run(directory: Path, name: str) -> TrainingRun:
     lines = read_metrics(directory / "metrics.jsonl")
     summary = directory / "summary.json"
+    measured = [line["gates"] for line in lines if line.get("gates")]
+    names = ("alpha", "beta", "mu", "eta")
     return TrainingRun(
         name=name,
         steps=[line for line in lines if isinstance(line.get("loss"), int | float)],
         held_out=[line for line in lines if "held_out" in line],
-        summary=json.loads(summary.read_text()) if summary.is_file() else None,
+        gates=[entry for entry in measured[-1] if all(gate in entry for gate in names)] if measured else [],
+        summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {},
     )
-
-
-def _add_result(found: Found, path: Path) -> None:
-    if path.stat().st_size > LARGEST_RESULT:
-        found.unused.append(f"{path}: larger than {LARGEST_RESULT:,} bytes")
-        return
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        found.unused.append(f"{path}: not JSON")
-        return
-    kind = _kind(content)
-    if kind is None:
-        found.unused.append(f"{path}: not a result file that this page knows")
-    else:
-        found.results.append(ResultFile(path, kind, content))
-
-
-def _kind(content: Any) -> str | None:
-    if not isinstance(content, dict):
-        return None
-    if isinstance(content.get("kind"), str):
-        return content["kind"]
-    if "chosen" in content and "recipe" in content:
-        return "mqar"
-    if "row" in content and "arithmetic" in content:
-        return "ablation cell"
-    if isinstance(content.get("cell"), dict) and "stepwise" in content:
-        return "causality cell"
-    if isinstance(content.get("rows"), list) and content["rows"] and isinstance(content["rows"][0], dict):
-        return "benchmark"
-    return "evaluation" if "table" in content else None
 
 
 def png_command(path: Path) -> str:

@@ -6,12 +6,36 @@ import base64
 from collections.abc import Iterator
 from html import escape
 from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
 
+from mdn.analysis.kinds import KINDS, number
 from mdn.analysis.report.chart import loss_charts
 from mdn.analysis.report.collect import Found, ResultFile, TrainingRun
-from mdn.analysis.report.tables import MAKERS, Table, merged, number, tables_of, title_of
+from mdn.analysis.stability import initial_record
+from mdn.common.results import Table
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+class Preset(NamedTuple):
+    """Gates that a button of the explorer sets."""
+
+    label: str
+    alpha: float
+    beta: float
+    mu: float
+    eta: float
+
+
+# Inside the layer's bounds (alpha + beta <= 1, mu >= exp(-2)) except where the label says otherwise.
+PRESETS = (
+    Preset("oscillating", 0.85, 0.15, 0.95, 1.5),
+    Preset("no momentum", 0.55, 0.45, 0, 1),
+    Preset("edge of the guarantee", 0.25, 0.75, 0.125, 2),
+    Preset("outside the bounds", 0.9, 1, 0.1, 2),
+)
+MOST_LAYERS = 4
 
 
 def asset(name: str) -> str:
@@ -19,7 +43,7 @@ def asset(name: str) -> str:
 
 
 def build_page(found: Found, title: str, command: str, date: str) -> str:
-    sections = [("Spectral explorer", asset("explorer.html"))]
+    sections = [("Spectral explorer", explorer(found.runs))]
     if found.runs:
         sections.append(("Training", loss_charts(found.runs) + _html(_runs_table(found.runs))))
     sections += list(_result_sections(found.results))
@@ -59,33 +83,57 @@ def build_page(found: Found, title: str, command: str, date: str) -> str:
 """
 
 
+def explorer(runs: list[TrainingRun]) -> str:
+    """The explorer with its presets. It opens with the first: mean gates of a trained layer, else of a fresh one."""
+    presets = [*_trained_presets(runs), _fresh_preset(), *PRESETS]
+    buttons = ""
+    for preset in presets:
+        gates = ",".join(f"{gate:g}" for gate in preset[1:])
+        buttons += f'<button type="button" data-gates="{gates}">{escape(preset.label)}</button>'
+    return asset("explorer.html").replace("<!-- presets -->", buttons)
+
+
+def _trained_presets(runs: list[TrainingRun]) -> list[Preset]:
+    """Mean gates of the layers of the first run that has recorded some."""
+    gates = next((run.gates for run in runs if run.gates), [])
+    return [
+        Preset(
+            f"trained, layer {entry['layer']:g}", *(round(entry[name], 3) for name in ("alpha", "beta", "mu", "eta"))
+        )
+        for entry in gates[:MOST_LAYERS]
+    ]
+
+
+def _fresh_preset() -> Preset:
+    """Mean gates of a layer at its initial values. The bounds are convex: means of gates inside them are inside."""
+    gates = initial_record("full", heads=64, steps=32, seed=0).gates
+    return Preset("fresh layer", *(round(float(x.mean()), 3) for x in (gates.alpha, gates.beta, gates.mu, gates.eta)))
+
+
 def _anchor(name: str) -> str:
     return "".join(character if character.isalnum() else "-" for character in name.lower())
 
 
 def _result_sections(results: list[ResultFile]) -> Iterator[tuple[str, str]]:
-    """A section per kind, in the order of the table of makers, then kinds it does not know."""
+    """A section per kind, in the order of the known kinds, then those it does not know."""
     kinds = {result.kind for result in results}
-    hidden = {f"{kind} cell" for kind in ("ablation", "causality") if kind in kinds or f"{kind}s" in kinds}
-    known = [kind for kind in MAKERS if kind in kinds and kind not in hidden]
-    for kind in [*known, *sorted(kinds - set(MAKERS))]:
+    for kind in [*(kind for kind in KINDS if kind in kinds), *sorted(kinds - set(KINDS))]:
         files = [result for result in results if result.kind == kind]
-        tables = merged([table for result in files for table in tables_of(kind, result.content)])
-        commands = dict.fromkeys(result.content.get("command", "") for result in files)
+        commands = dict.fromkeys(result.command for result in files)
         made = "".join(f"<p class='quiet'><code>{escape(text)}</code></p>" for text in commands if text)
-        yield title_of(kind), made + "".join(map(_html, tables))
+        title = KINDS[kind].title if kind in KINDS else kind.capitalize()
+        yield title, made + "".join(_html(table) for result in files for table in result.tables)
 
 
 def _runs_table(runs: list[TrainingRun]) -> Table:
     rows = []
     for run in runs:
-        summary = run.summary or {}
-        held_out = summary.get("held_out") or (run.held_out[-1]["held_out"] if run.held_out else {})
+        held_out = run.summary.get("held_out") or (run.held_out[-1]["held_out"] if run.held_out else {})
         last = run.steps[-1] if run.steps else {}
-        facts = (summary.get("parameters"), last.get("step"), last.get("tokens"), last.get("loss"))
+        facts = (run.summary.get("parameters"), last.get("step"), last.get("tokens"), last.get("loss"))
         measures = (held_out.get("loss"), held_out.get("perplexity"), held_out.get("bits_per_byte"))
         done = "yes" if run.summary else "no"
-        rows.append([run.name, summary.get("mixer", "–"), done, *map(number, facts), *map(number, measures)])
+        rows.append([run.name, run.summary.get("mixer", "–"), done, *map(number, facts), *map(number, measures)])
     header = ["run", "mixer", "finished", "parameters", "steps", "tokens", "last loss", "held-out loss", "perplexity"]
     return Table("Losses in nats per token", [*header, "bits per byte"], rows)
 
@@ -96,14 +144,14 @@ def _html(table: Table) -> str:
         f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
         for row in table.rows
     )
-    caption = f"<caption>{escape(table.caption)}</caption>" if table.caption else ""
+    caption = f'<p class="caption">{escape(table.caption)}</p>' if table.caption else ""
     # A wide table scrolls by itself; with a tabindex the keyboard can scroll it too.
     label = escape(table.caption or "table", quote=True)
-    inner = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">{inner}</div>'
+    inner = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'{caption}<div class="scroll" tabindex="0" role="region" aria-label="{label}">{inner}</div>'
 
 
-def _figure(path, command: str) -> str:
+def _figure(path: Path, command: str) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
     name = f"{path.parent.name}/{path.name}"
     made = f" · <code>{escape(command)}</code>" if command else ""

@@ -19,6 +19,7 @@ function stepWeight(weight, momentum, alpha, beta, mu, eta, value, feedback) {
 
 const NAMES = ["alpha", "beta", "mu", "eta"];
 const STEPS = 40;
+const CLAMP = Math.exp(-2);
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
 
@@ -44,9 +45,15 @@ function place(id, real, imaginary) {
   byId(id).setAttribute("transform", `translate(${(100 * real).toFixed(3)} ${(-100 * imaginary).toFixed(3)})`);
 }
 
-function path(values, scale) {
-  const points = values.map((y, t) => `${((300 * t) / STEPS).toFixed(1)} ${(90 - 80 * y * scale).toFixed(2)}`);
+function path(values, top) {
+  const points = values.map((y, t) => `${((300 * t) / STEPS).toFixed(1)} ${(108 - (88 * y) / top).toFixed(2)}`);
   return "M" + points.join("L");
+}
+
+// The smallest of 1, 2, 5 times a power of ten that is not below x.
+function roundUp(x) {
+  const power = 10 ** Math.floor(Math.log10(x));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((bound) => bound >= x * 0.999999);
 }
 
 function complexText(real, imaginary) {
@@ -54,13 +61,18 @@ function complexText(real, imaginary) {
   return imaginary === 0 ? real.toFixed(3) : `${real.toFixed(3)} ${sign} ${Math.abs(imaginary).toFixed(3)}i`;
 }
 
-function verdict(modulus, least) {
+function stepText(modulus, least) {
+  const disc = modulus <= 1 ? "inside the unit disc" : "outside the unit disc: it grows";
+  return disc + (least >= 0 ? ", in the right half plane" : ", in the left half plane: the sign flips");
+}
+
+// The bounds alpha <= 1 / (1 + x^2) and beta <= x^2 / (1 + x^2) hold for some x exactly when alpha + beta <= 1.
+function layerText() {
   const [alpha, beta, mu] = gates();
-  const disc = modulus <= 1 ? "inside the unit disc" : "outside the unit disc";
-  const half = least >= 0 ? "right half plane" : "left half plane: the sign flips";
-  const layer = alpha + beta <= 1 ? "the layer allows these gates (α + β ≤ 1)" : "the layer's bounds exclude these gates (α + β > 1)";
-  const bound = mu >= 0.125 ? "with its bounds μ ≥ 1/8 guarantees the right half plane" : "for μ < 1/8 its bounds guarantee nothing";
-  return `${disc}; ${half}; ${layer}; ${bound}`;
+  if (alpha + beta > 1 + 1e-9) return "cannot produce these gates: its bounds need α + β ≤ 1";
+  if (mu > 0 && mu < CLAMP) return `produces these gates only without its clamp μ ≥ exp(−2) = ${CLAMP.toFixed(3)}`;
+  if (mu === 0) return "produces these gates without momentum";
+  return "can produce these gates; inside its bounds every step stays in the right half plane";
 }
 
 function update() {
@@ -76,21 +88,26 @@ function update() {
   const modulus = Math.max(Math.hypot(real1, imaginary1), Math.hypot(real2, imaginary2));
   const same = response(1);
   const other = response(0);
-  const largest = Math.max(...same.map(Math.abs), ...other.map(Math.abs), 1e-9);
-  byId("response-same").setAttribute("d", path(same, 1 / largest));
-  byId("response-other").setAttribute("d", path(other, 1 / largest));
-  byId("response-scale").textContent = `Full height: ${largest.toPrecision(3)}`;
+  const top = roundUp(Math.max(...same.map(Math.abs), ...other.map(Math.abs), 1e-3));
+  byId("response-same").setAttribute("d", path(same, top));
+  byId("response-other").setAttribute("d", path(other, top));
+  byId("response-top").textContent = String(Number(top.toPrecision(3)));
+  byId("response-bottom").textContent = `−${Number(top.toPrecision(3))}`;
   byId("pair-text").textContent = `${complexText(real1, imaginary1)} and ${complexText(real2, imaginary2)}`;
   byId("modulus-text").textContent = modulus.toFixed(4);
-  byId("verdict-text").textContent = verdict(modulus, Math.min(real1, real2));
+  byId("step-text").textContent = stepText(modulus, Math.min(real1, real2));
+  byId("layer-text").textContent = layerText();
 }
 
-function choose(event) {
-  const values = event.currentTarget.dataset.gates.split(",");
+function setGates(values) {
   NAMES.forEach((name, number) => {
     byId(name).value = values[number];
   });
   update();
+}
+
+function choose(event) {
+  setGates(event.currentTarget.dataset.gates.split(","));
 }
 
 function toggleTheme() {
@@ -105,15 +122,25 @@ function drawAxes() {
   for (let t = 0; t <= STEPS; t += 10) {
     const label = document.createElementNS(SVG, "text");
     label.setAttribute("x", String((300 * t) / STEPS));
-    label.setAttribute("y", "188");
+    label.setAttribute("y", "215");
     label.setAttribute("text-anchor", "middle");
     label.textContent = String(t);
     grid.append(label);
   }
 }
 
+// A table that is wider than the page says that it scrolls.
+function markOverflow() {
+  document.querySelectorAll(".scroll").forEach((area) => {
+    area.classList.toggle("overflows", area.scrollWidth > area.clientWidth + 1);
+  });
+}
+
+const presets = document.querySelectorAll("button[data-gates]");
 NAMES.forEach((name) => byId(name).addEventListener("input", update));
-document.querySelectorAll("button[data-gates]").forEach((button) => button.addEventListener("click", choose));
+presets.forEach((button) => button.addEventListener("click", choose));
 byId("theme").addEventListener("click", toggleTheme);
+addEventListener("resize", markOverflow);
 drawAxes();
-update();
+setGates(presets[0].dataset.gates.split(","));
+markOverflow();

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-IGNORED = -100
+from mdn.experiments.tiny_training import IGNORED
+
 _BLOCK_ENTRIES = 8_000_000  # random numbers drawn at once: bounds the memory of sampling without replacement
 
 

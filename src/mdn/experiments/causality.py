@@ -7,7 +7,6 @@ stepwise evaluation is the exact chunk form; its logits are compared with real d
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,32 +16,31 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.common.files import write_atomically
 from mdn.common.plots import COLOURS, figure
-from mdn.common.progress import progress
-from mdn.common.results import markdown_table, plain
-from mdn.evaluation.mqar import train as mqar
-from mdn.evaluation.mqar.data import generate
-from mdn.evaluation.mqar.recipe import MqarRecipe
+from mdn.common.results import Table
+from mdn.experiments.ablation import EXACT, AblationCell, AblationScale
+from mdn.experiments.mqar import MqarRecipe, segment_accuracy, train_cell_model
 from mdn.layers.momentum_deltanet import MomentumDeltaNet
-from mdn.models import MomentumDeltaNetForCausalLM
 
-MIXER = "momentum_deltanet"
-METRICS = {"rewriting": "accuracy", "text": "bits per byte"}
+TASKS = {"rewriting": "accuracy", "text": "bits per byte"}
+"""task: its metric"""
 
 
 @dataclass(frozen=True)
-class Cell:
+class CausalityCell:
     task: str
     block_size: int
     seed: int
     steps: int
 
-    def path(self, out: Path) -> Path:
-        return out / f"{self.task}-block{self.block_size}-seed{self.seed}.json"
+    @property
+    def name(self) -> str:
+        return f"{self.task}-block{self.block_size}-seed{self.seed}"
+
+    def settings(self) -> dict[str, Any]:
+        return dict(vars(self))
 
 
 @contextmanager
@@ -72,10 +70,14 @@ def decoding_difference(model: nn.Module, input_ids: Tensor) -> float:
     return float((torch.stack(rows, dim=1) - together).abs().max())
 
 
-# ------------------------------------------------------------------------------------------------- the rewriting task
+def train_both_ways(cell: CausalityCell, out: Path) -> dict[str, Any]:
+    """Train one cell, evaluate it as trained and stepwise."""
+    started = time.monotonic()
+    found = _rewriting(cell) if cell.task == "rewriting" else _text(cell, out)
+    return {"cell": vars(cell), **found, "seconds": time.monotonic() - started}
 
 
-def _rewriting_recipe(cell: Cell) -> MqarRecipe:
+def _rewriting_recipe(cell: CausalityCell) -> MqarRecipe:
     """Every key is bound twice, the later value is asked; tested at the longest training length and at its double."""
     return MqarRecipe.model_validate(
         {
@@ -91,7 +93,7 @@ def _rewriting_recipe(cell: Cell) -> MqarRecipe:
                 "use_mlp": False,
                 "tie_word_embeddings": True,
             },
-            "mixers": {MIXER: {"momentum_block_size": cell.block_size}},
+            "mixers": {"momentum_deltanet": {"momentum_block_size": cell.block_size}},
             "hidden_sizes": [64],
             "learning_rates": [1e-2],
             "seeds": [cell.seed],
@@ -100,57 +102,35 @@ def _rewriting_recipe(cell: Cell) -> MqarRecipe:
     )
 
 
-def _train_rewriting(recipe: MqarRecipe, cell: Cell) -> MomentumDeltaNetForCausalLM:
-    """The recipe's own cell, but the model is kept: it is evaluated twice."""
-    (chosen,) = recipe.cells()
-    torch.manual_seed(cell.seed)
-    model = MomentumDeltaNetForCausalLM(recipe.config_of(chosen)).train()
-    optimizer = mqar.make_optimizer(model, recipe, chosen.learning_rate)
-    label = f"rewriting, block {cell.block_size}, seed {cell.seed}"
-    examples = mqar.batches(recipe, cell.seed)
-    for step, batch in enumerate(progress(examples, total=cell.steps, desc=label, unit="step", leave=False)):
-        for group in optimizer.param_groups:
-            group["lr"] = chosen.learning_rate * mqar.rate_at(step, cell.steps, recipe.training.warmup)
-        loss = F.cross_entropy(mqar.query_logits(model, batch).flatten(0, 1), batch.answers.flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), recipe.training.clip)
-        optimizer.step()
-    return model.eval()
-
-
-def _rewriting(cell: Cell, out: Path) -> dict[str, Any]:
+def _rewriting(cell: CausalityCell) -> dict[str, Any]:
     recipe = _rewriting_recipe(cell)
-    model = _train_rewriting(recipe, cell)
-    as_trained = mqar.test_accuracy(model, recipe)
+    (only,) = recipe.cells()
+    model, outcome = train_cell_model(only, label=cell.name)
+    as_trained = segment_accuracy(model, recipe)
     with block_size_of(model, 1):
-        stepwise = mqar.test_accuracy(model, recipe)
-    hardest = recipe.test[-1]
-    generator = torch.Generator().manual_seed(7)
-    probe = generate(
-        2, hardest.length, hardest.pairs, vocab_size=recipe.task.vocab_size, rewriting=True, generator=generator
-    )
-    return {"as trained": as_trained, "stepwise": stepwise, "decoding": decoding_difference(model, probe.inputs)}
+        stepwise = segment_accuracy(model, recipe)
+    probe = recipe.examples(recipe.test[-1], 2, torch.Generator().manual_seed(7)).inputs
+    return {
+        "as trained": as_trained,
+        "stepwise": stepwise,
+        "decoding": decoding_difference(model, probe),
+        "diverged_at": outcome.diverged_at,
+    }
 
 
-# --------------------------------------------------------------------------------------------------------------- text
-
-
-def _text(cell: Cell, out: Path) -> dict[str, Any]:
-    from transformers import AutoModelForCausalLM
-
-    from mdn.analysis.ablation import Cell as AblationCell
-    from mdn.analysis.ablation import Scale, recipe_of
+def _text(cell: CausalityCell, out: Path) -> dict[str, Any]:
+    """The full model of the ablations with another block size, on the same text."""
+    from mdn.common.loading import load_model
     from mdn.training.dataset import prepare_data
     from mdn.training.evaluate import evaluate
     from mdn.training.run import train
 
-    run_dir = out / f"text-block{cell.block_size}-seed{cell.seed}"
-    recipe = recipe_of(AblationCell("full", cell.seed, "exact"), Scale(steps=cell.steps), run_dir)
-    recipe = recipe.model_copy(update={"model": recipe.model | {"momentum_block_size": cell.block_size}})
+    full = AblationCell("full", cell.seed, EXACT, AblationScale(steps=cell.steps)).recipe(out)
+    changes = {"name": cell.name, "output": str(out / cell.name)}
+    recipe = full.model_copy(update=changes | {"model": full.model | {"momentum_block_size": cell.block_size}})
     if train(recipe).summary is None:
         raise KeyboardInterrupt
-    model = AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype="float32").eval()
+    model = load_model(str(out / cell.name / "model"), dtype="float32")
     data, length = prepare_data(recipe), recipe.training.sequence_length
     found = {}
     for name, size in (("as trained", cell.block_size), ("stepwise", 1)):
@@ -161,43 +141,28 @@ def _text(cell: Cell, out: Path) -> dict[str, Any]:
     return {**found, "decoding": decoding_difference(model, torch.from_numpy(np.ascontiguousarray(ids)).unsqueeze(0))}
 
 
-# --------------------------------------------------------------------------------------------------------- everything
+# ------------------------------------------------------------------------------------------------- table and figure
 
 
-def run_cell(cell: Cell, out: Path) -> dict[str, Any]:
-    """Train and evaluate one cell, or read its finished result."""
-    path = cell.path(out)
-    if path.is_file():
-        result = json.loads(path.read_text())
-        if result["cell"] != plain(vars(cell)):
-            raise ValueError(f"{path} holds another cell, {result['cell']}; give another --out")
-        return result
-    started = time.monotonic()
-    found = (_rewriting if cell.task == "rewriting" else _text)(cell, out)
-    result = plain({"cell": vars(cell), **found, "seconds": time.monotonic() - started})
-    write_atomically(path, (json.dumps(result, indent=1) + "\n").encode())
-    return result
-
-
-def table(results: list[dict[str, Any]]) -> str:
+def tables(content: dict[str, Any]) -> list[Table]:
     rows = []
-    for result in results:
+    for result in content["results"]:
         cell = result["cell"]
         for name, trained in result["as trained"].items():
             stepwise = result["stepwise"][name]
             facts = [cell["task"], name, str(cell["block_size"]), str(cell["seed"])]
             rows.append([*facts, f"{trained:.3f}", f"{stepwise:.3f}", f"{stepwise - trained:+.3f}"])
     header = ["task", "test", "block", "seed", "as trained", "decoded stepwise", "mismatch"]
-    return markdown_table(header, rows)
+    return [Table("trained with blocks, decoded token by token", header, rows)]
 
 
-def draw(found: dict[str, Any]) -> Any:
+def draw(content: dict[str, Any]) -> Any:
     """One panel per task and test: as trained against decoded stepwise, a point per seed."""
-    results = found["results"]
+    results = content["results"]
     panels = sorted({(r["cell"]["task"], name) for r in results for name in r["as trained"]})
-    size = (3.2 * max(len(panels), 2), 3.6)
-    fig, axes = figure("Blockwise training, stepwise decoding", "block size", columns=max(len(panels), 2), size=size)
-    for axis, (task, name) in zip(axes.flat, panels):
+    size = (max(3.2 * len(panels), 4.0), 3.8)
+    fig, axes = figure("Blockwise training, stepwise decoding", "block size", columns=len(panels), size=size)
+    for axis, (task, name) in zip(np.atleast_1d(axes), panels):
         chosen = [r for r in results if r["cell"]["task"] == task and name in r["as trained"]]
         sizes = sorted({r["cell"]["block_size"] for r in chosen})
         for colour, marker, how in ((COLOURS[0], "o", "as trained"), (COLOURS[1], "s", "stepwise")):
@@ -206,8 +171,8 @@ def draw(found: dict[str, Any]) -> Any:
             means = [np.mean([y for x, y in points if x == place]) for place in range(len(sizes))]
             axis.plot(range(len(sizes)), means, color=colour)
         axis.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-        axis.set(title=f"{task}, {name}", ylabel=METRICS[task])
-        axis.legend(fontsize=7)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.set_visible(False)
+        axis.margins(x=0.15)
+        axis.set(title=f"{task}, {name}", xlabel="block size", ylabel=TASKS[task])
+    handles = np.atleast_1d(axes)[0].get_legend_handles_labels()
+    fig.legend(*handles, loc="outside lower center", ncols=2, fontsize=8)
     return fig

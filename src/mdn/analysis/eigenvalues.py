@@ -56,10 +56,10 @@ def spectral_radius(gates: GateSample) -> np.ndarray:
     return np.maximum(pair, np.maximum(gates.alpha, gates.mu))
 
 
-def check_closed_form(samples: int = 200, key_dim: int = 6, seed: int = 0) -> float:
+def check_closed_form(samples: int, seed: int) -> float:
     """Largest distance of the closed form from ``numpy.linalg.eigvals`` of the full transition, over random steps."""
     rng = np.random.default_rng(seed)
-    worst = 0.0
+    worst, key_dim = 0.0, 6
     for _ in range(samples):
         alpha, beta, mu = rng.uniform(0, 1, 3)
         eta = rng.uniform(0, 2)
@@ -122,12 +122,12 @@ def region_eigenvalues(name: str, gates: GateSample) -> np.ndarray:
     return (gates.alpha * (1 - gates.beta)).astype(np.complex128) if name == "first order" else pair.reshape(-1)
 
 
-def quadrant_shares(eigenvalues: np.ndarray, tolerance: float = 1e-12) -> dict[str, float]:
+def quadrant_shares(eigenvalues: np.ndarray) -> dict[str, float]:
     """Shares of the eigenvalues that are real (by sign) or lie in each quadrant; they add up to 1."""
     values = eigenvalues.reshape(-1)
     if not values.size:
         raise ValueError("eigenvalues is empty, expected at least one")
-    real = np.abs(values.imag) <= tolerance
+    real = np.abs(values.imag) <= 1e-12
     right, above = values.real >= 0, values.imag > 0
     masks = {
         "positive real": real & right,

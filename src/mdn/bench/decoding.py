@@ -15,54 +15,46 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from mdn.bench.equal_size import equal_size_configs
 from mdn.bench.timing import interleaved, machine
 from mdn.common.plots import MIXER_COLOURS, figure
+from mdn.common.results import Table
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
-from mdn.training.build import count_parameters
 
 PROMPT = 64
 REFERENCE = "momentum_deltanet"
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class DecodingSize:
+    """Shared by the models of all mixers."""
+
     hidden_size: int = 256
     layers: int = 2
     heads: int = 4
     vocab_size: int = 1024
 
-
-def equal_configs(mixers: list[str], size: Size) -> dict[str, MomentumDeltaNetConfig]:
-    """One config per mixer; MLP widths are chosen so that all have as many parameters as the reference's model."""
-    width = 3 * size.hidden_size
-    aim = count_parameters(_config(REFERENCE, size, width))
-    configs = {}
-    for mixer in mixers:
-        per_unit = 3 * size.hidden_size * size.layers
-        excess = count_parameters(_config(mixer, size, width)) - aim
-        configs[mixer] = _config(mixer, size, max(width - round(excess / per_unit), 1))
-    return configs
-
-
-def _config(mixer: str, size: Size, width: int) -> MomentumDeltaNetConfig:
-    return MomentumDeltaNetConfig(
-        mixer=mixer,
-        vocab_size=size.vocab_size,
-        hidden_size=size.hidden_size,
-        num_hidden_layers=size.layers,
-        num_heads=size.heads,
-        head_dim=size.hidden_size // size.heads,
-        expand_v=1,
-        intermediate_size=width,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    def configs(self, mixers: list[str]) -> dict[str, MomentumDeltaNetConfig]:
+        """One config per mixer, all with as many parameters as the reference's model."""
+        return equal_size_configs(
+            mixers,
+            REFERENCE,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_heads=self.heads,
+            head_dim=self.hidden_size // self.heads,
+            expand_v=1,
+            intermediate_size=3 * self.hidden_size,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
 
 
 @torch.no_grad()
-def filled_cache(model: MomentumDeltaNetForCausalLM, batch: int, context: int, seed: int = 0) -> DynamicCache:
+def filled_cache(model: MomentumDeltaNetForCausalLM, batch: int, context: int) -> DynamicCache:
     """A cache as after ``context`` tokens."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (batch, min(PROMPT, context)), generator=generator)
     cache = model(input_ids=ids, use_cache=True).past_key_values
     rest = context - ids.shape[1]
@@ -97,12 +89,11 @@ def _decoder(model: nn.Module, cache: DynamicCache, batch: int) -> Callable[[], 
 
 
 def bench(
-    mixers: list[str], contexts: list[int], batches: list[int], size: Size, repeats: int, seconds: float
+    mixers: list[str], contexts: list[int], batches: list[int], size: DecodingSize, repeats: int, seconds: float
 ) -> dict[str, Any]:
     """Rows of (mixer, batch, context): seconds per decoding step, ratio to the reference, bytes per sequence."""
-    configs = equal_configs(mixers, size)
     torch.manual_seed(0)
-    models = {mixer: MomentumDeltaNetForCausalLM(config).eval() for mixer, config in configs.items()}
+    models = {name: MomentumDeltaNetForCausalLM(config).eval() for name, config in size.configs(mixers).items()}
     rows = []
     for batch in batches:
         for context in contexts:
@@ -114,7 +105,7 @@ def bench(
                 ratio = time / least[REFERENCE] if REFERENCE in least else float("nan")
                 facts = {"mixer": mixer, "batch": batch, "context": context, "seconds": time}
                 rows.append({**facts, "ratio to MDN": ratio, "bytes per sequence": memory[mixer]})
-    parameters = {mixer: count_parameters(config) for mixer, config in configs.items()}
+    parameters = {mixer: model.num_parameters() for mixer, model in models.items()}
     return {"size": dataclasses.asdict(size), "machine": machine(), "parameters": parameters, "rows": rows}
 
 
@@ -124,9 +115,26 @@ def growth(rows: list[dict[str, Any]], mixer: str, batch: int) -> float:
     return mine[-1][1] / mine[0][1]
 
 
-def draw(results: dict[str, Any]) -> Any:
+def tables(content: dict[str, Any]) -> list[Table]:
+    """Per batch size, milliseconds per decoding step by context."""
+    found = []
+    rows = content["rows"]
+    contexts = sorted({row["context"] for row in rows})
+    for batch in sorted({row["batch"] for row in rows}):
+        lines = []
+        for mixer in content["parameters"]:
+            mine = {row["context"]: row for row in rows if row["mixer"] == mixer and row["batch"] == batch}
+            cells = [f"{1e3 * mine[c]['seconds']:.2f} ({mine[c]['ratio to MDN']:.2f})" for c in contexts]
+            memory = f"{mine[contexts[-1]]['bytes per sequence'] / 2**20:.2f}"
+            lines.append([mixer, *cells, f"{growth(rows, mixer, batch):.2f}", memory])
+        header = ["mixer", *(f"{c:,}" for c in contexts), "longest / shortest", f"MiB per sequence at {contexts[-1]:,}"]
+        found.append(Table(f"batch {batch}: milliseconds per decoding step (ratio to MDN) by context", header, lines))
+    return found
+
+
+def draw(content: dict[str, Any]) -> Any:
     """Per batch size the latency against context; last, the memory per sequence."""
-    rows = results["rows"]
+    rows = content["rows"]
     batches = sorted({row["batch"] for row in rows})
     fig, axes = figure(
         "Decoding at equal size", "context (tokens)", columns=len(batches) + 1, size=(3.6 * (len(batches) + 1), 3.8)

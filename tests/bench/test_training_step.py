@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from mdn.bench.train import BASELINE, Setting, equal_size_config, measure, peak_memory
+from mdn.bench.training_step import BASELINE, StepSize, measure, peak_memory
 from mdn.cli import main
+from mdn.common.results import read_results
 from mdn.layers import MIXERS
-from mdn.models import MomentumDeltaNetForCausalLM
+from mdn.training.build import count_parameters
 
-SETTING = Setting(hidden_size=128, layers=1, vocab_size=64, tokens=64, lengths=(32, 64))
+SIZE = StepSize(hidden_size=128, layers=1, vocab_size=64, tokens=64, lengths=(32, 64))
 
 
-@pytest.mark.parametrize("mixer", sorted(MIXERS))
-def test_models_have_equally_many_parameters(mixer: str) -> None:
-    target = 400_000
-    with torch.device("meta"):
-        model = MomentumDeltaNetForCausalLM(equal_size_config(mixer, SETTING, target))
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(target, rel=0.005)
+def test_models_have_equally_many_parameters() -> None:
+    counts = {mixer: count_parameters(config) for mixer, config in SIZE.configs(list(MIXERS)).items()}
+    assert all(count == pytest.approx(counts[BASELINE], rel=0.005) for count in counts.values()), counts
 
 
 def test_ratios_are_speeds_relative_to_attention_at_the_same_length() -> None:
-    rows = measure(["momentum_deltanet"], SETTING, repeats=2, budget_seconds=5)
-    assert [(row.mixer, row.length) for row in rows] == [
-        (mixer, length) for length in SETTING.lengths for mixer in ("momentum_deltanet", BASELINE)
+    rows = measure(["momentum_deltanet"], SIZE, repeats=2, budget_seconds=5)
+    assert [(row["mixer"], row["length"]) for row in rows] == [
+        (mixer, length) for length in SIZE.lengths for mixer in ("momentum_deltanet", BASELINE)
     ]
     for row in rows:
-        attention = next(other for other in rows if other.mixer == BASELINE and other.length == row.length)
-        assert row.ratio == pytest.approx(row.tokens_per_second / attention.tokens_per_second)
-        assert row.tokens_per_second == pytest.approx(64 / row.seconds)
+        attention = next(other for other in rows if other["mixer"] == BASELINE and other["length"] == row["length"])
+        assert row["ratio"] == pytest.approx(row["tokens_per_second"] / attention["tokens_per_second"])
+        assert row["tokens_per_second"] == pytest.approx(64 / row["seconds"])
 
 
 def test_peak_memory_sees_what_a_step_allocates_and_frees() -> None:
@@ -43,12 +41,17 @@ def test_peak_memory_sees_what_a_step_allocates_and_frees() -> None:
     assert peak_memory(lambda: step(16)) == pytest.approx(16 << 20, rel=0.2)
 
 
+def test_peak_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mdn.bench.training_step.PROC_RESET", tmp_path / "not there")
+    assert math.isnan(peak_memory(lambda: None))
+
+
 def test_the_command_writes_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--lengths", "32", "--tokens", "32", "--hidden-size", "64", "--layers", "1", "--repeats", "2"]
     files = ["--json", str(tmp_path / "train.json"), "--plot", str(tmp_path / "train.png")]
     assert main(["bench", "train", "--mixers", "gated_deltanet", *sizes, *files]) == 0
     assert "gated_deltanet" in capsys.readouterr().out
-    assert {row["mixer"] for row in json.loads((tmp_path / "train.json").read_text())["rows"]} == {
+    assert {row["mixer"] for row in read_results(tmp_path / "train.json", "train")["rows"]} == {
         "gated_deltanet",
         "attention",
     }

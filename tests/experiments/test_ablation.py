@@ -1,0 +1,158 @@
+"""Ablations at a tiny size: rows, cells, verdicts, and the paper's arithmetic beside the exact one."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from mdn.bench.paper_form import log_domain_coefficients
+from mdn.cli import main
+from mdn.common.results import read_results
+from mdn.experiments import ablation
+from mdn.experiments.ablation import EXACT, PAPER, ROWS, AblationCell, AblationScale, ablation_cells, choose_rows
+from mdn.experiments.ablation_results import summarise, tables
+from mdn.experiments.grid import run_cell
+from mdn.experiments.paper_arithmetic import masked_coefficients, paper_arithmetic
+from mdn.layers import MomentumDeltaNet
+from mdn.training.monitor import NonFiniteError
+
+
+@pytest.fixture
+def scale(tmp_path, monkeypatch):
+    """Three steps on forty short documents, with a token cache of their own."""
+    monkeypatch.setenv("MDN_CACHE", str(tmp_path / "cache"))
+    words = random.Random(0)
+    lines = [
+        json.dumps({"text": " ".join(words.choices(["red", "green", "blue", "one", "two"], k=80))}) for _ in range(40)
+    ]
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(lines))
+    sizes = {"batch_tokens": 128, "sequence_length": 64, "held_out_bytes": 800}
+    return AblationScale(steps=3, paper_steps=2, text=str(path), **sizes)
+
+
+def result_of(cell, out):
+    return run_cell(cell, lambda cell: ablation.train_ablation(cell, out), out)[1]
+
+
+def test_every_row_builds_a_model_that_differs_from_the_full_one_as_it_says(tmp_path):
+    fields = {name: AblationCell(name, 0, EXACT).recipe(tmp_path).model for name in ROWS}
+    assert fields["no clamp of log mu"]["min_log_mu"] is None
+    assert fields["hybrid 3:1"]["attn"]["layers"] == [3, 7]
+    assert fields["hybrid 7:1"]["attn"]["layers"] == [7]
+    full = fields.pop("full")
+    assert all(full != other for other in fields.values())
+
+
+def test_rows_are_chosen_by_name_or_group():
+    assert choose_rows("all") == list(ROWS)
+    assert choose_rows("hybrids,full") == ["8 layers", "hybrid 3:1", "hybrid 7:1", "full"]
+    with pytest.raises(ValueError, match="no row or group 'half'"):
+        choose_rows("half")
+
+
+def test_the_grid_runs_seed_by_seed_and_the_papers_arithmetic_for_component_rows():
+    grid = ablation_cells(["full", "8 layers"], 2, 1, AblationScale())
+    assert [(c.row, c.seed, c.arithmetic) for c in grid] == [
+        ("full", 0, EXACT),
+        ("8 layers", 0, EXACT),
+        ("full", 0, PAPER),
+        ("full", 1, EXACT),
+        ("8 layers", 1, EXACT),
+    ]
+
+
+def test_a_cell_trains_measures_growth_and_is_not_run_twice(tmp_path, scale, monkeypatch):
+    cell, out = AblationCell("alpha_max = 1", 0, EXACT, scale), tmp_path / "out"
+    result = result_of(cell, out)
+    assert result["diverged"] is None
+    assert result["held_out"]["bits_per_byte"] > 0
+    assert result["largest state rms in training"] > 0
+    assert [entry["layer"] for entry in result["growth"]] == [0, 1]
+    monkeypatch.setattr(ablation, "train", lambda recipe: pytest.fail("trained again"))
+    assert result_of(cell, out) == result
+    with pytest.raises(ValueError, match="other settings"):
+        result_of(AblationCell("alpha_max = 1", 0, EXACT, AblationScale(steps=4)), out)
+
+
+def test_a_diverged_cell_names_its_step(tmp_path, scale, monkeypatch):
+    def fail(recipe):
+        raise NonFiniteError("loss nan, gradient norm nan", step=17)
+
+    monkeypatch.setattr(ablation, "train", fail)
+    result = result_of(AblationCell("full", 0, EXACT, scale), tmp_path / "out")
+    assert result["diverged"] == 17
+    assert len(result["growth"]) == 2  # of the initial values
+
+
+def test_mu_zero_trains_in_exact_arithmetic_and_fails_at_step_1_in_the_papers(tmp_path, scale):
+    results = [result_of(AblationCell("mu = 0", 0, kind, scale), tmp_path / "out") for kind in (EXACT, PAPER)]
+    assert [result["diverged"] for result in results] == [None, 1]
+    (row,) = summarise(results)
+    assert row["verdict"] == "arithmetic: only the log-domain form fails"
+    (table,) = tables({"rows": [row], "cells": 2, "of": 2})
+    assert "step 1" in str(table)
+
+
+# ------------------------------------------------------------------------------------------------------------ verdicts
+
+
+def finished(arithmetic=EXACT, steps=200, **changes):
+    result = {"row": "alpha_max = 1", "seed": 0, "steps": steps, "diverged": None, "held_out": {"bits_per_byte": 2.0}}
+    return result | {"arithmetic": arithmetic, "largest log10 growth": 0.5} | changes
+
+
+def verdict_of(*results):
+    (row,) = summarise(list(results))
+    return row["verdict"]
+
+
+def test_growth_of_the_state_is_called_dynamics():
+    assert verdict_of(finished(**{"largest log10 growth": 15.0})).startswith("dynamics: the state grows")
+    assert verdict_of(finished(diverged=3)).startswith("dynamics: diverges")
+
+
+def test_a_row_is_stable_only_where_stability_was_tested():
+    assert verdict_of(finished(), finished(PAPER)) == "stable"
+    assert verdict_of(finished()) == "stable; paper's arithmetic not tested"
+    assert verdict_of(finished(steps=2)) == "not tested: 2 steps"
+    assert verdict_of(finished(PAPER)) == "not tested: the exact form did not run"
+
+
+# ----------------------------------------------------------------------------------------------- the paper's arithmetic
+
+
+def test_the_masked_log_domain_coefficients_have_the_values_of_the_papers():
+    torch.manual_seed(0)
+    log_alpha, log_mu = -torch.rand(2, 3, 20) * 0.2
+    beta = torch.rand(3, 20)
+    expected = log_domain_coefficients(log_alpha, log_mu, beta)
+    for mine, theirs in zip(masked_coefficients(log_alpha, log_mu, beta), expected):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_the_papers_arithmetic_agrees_with_the_exact_form_where_it_is_well_conditioned():
+    torch.manual_seed(0)
+    layer = MomentumDeltaNet(32, 8, 2, expand_v=1, min_log_mu=-0.05, layer_idx=0).eval()
+    hidden = torch.randn(1, 40, 32)
+    exact = layer(hidden)
+    with paper_arithmetic():
+        paper = layer(hidden)
+    assert not torch.equal(exact, paper)  # it is other arithmetic
+    torch.testing.assert_close(exact, paper, rtol=1e-3, atol=1e-4)
+
+
+def test_ablate_prints_a_table_and_writes_figure_and_results(tmp_path, scale, capsys):
+    options = ["--rows", "full", "--seeds", "1", "--paper-seeds", "0", "--steps", "2", "--batch-tokens", "256"]
+    where = ["--out", str(tmp_path / "out"), "--text", scale.text, "--processes", "1"]
+    files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
+    assert main(["ablate", *options, *where, *files]) == 0
+    printed = capsys.readouterr().out
+    assert "| full | trains" in printed
+    assert "not tested: 2 steps" in printed
+    assert read_results(tmp_path / "a.json", "ablations")["rows"][0]["diverged at"] == [None]
+    assert (tmp_path / "a.json").read_text() == (tmp_path / "out" / "results.json").read_text()
+    assert (tmp_path / "a.svg").is_file()
+    assert main(["ablate", "--only-read", "--out", str(tmp_path / "empty")]) == 2
+    assert "holds no finished cell" in capsys.readouterr().err
