@@ -30,6 +30,7 @@ from conformance import (
 )
 from definition import (
     FIRST_ORDER_GATES,
+    HARD_ZERO,
     KEYS,
     MOMENTUM_GATES,
     RULES,
@@ -126,6 +127,23 @@ def test_keys_that_come_again_in_the_first_order_rules(backend: str, rule: str, 
 @pytest.mark.parametrize("gates", () if INTERPRETED else ("layer", "mixed", "falling mu"))
 def test_whole_chunks_of_64_tokens_and_the_head_size_of_the_paper(backend: str, gates: str) -> None:
     check(Case(gates=gates, B=1, T=200, H=1, HV=1, K=128, V=256, chunk_size=64), backend)
+
+
+@pytest.mark.parametrize(("backend", "rule"), FIRST)
+@pytest.mark.parametrize("gates", ["strong", "mixed"])
+def test_whole_chunks_of_64_tokens_in_the_first_order_rules(backend: str, rule: str, gates: str) -> None:
+    check(Case(rule, gates, B=1, T=200, K=32, V=16, chunk_size=64), backend)
+
+
+@every_backend
+def test_a_hard_zero_forgets_even_an_enormous_state(backend: str) -> None:
+    case = Case(B=1, HV=1, T=18)
+    inputs = {name: x.clone() for name, x in inputs_of(case).items()}
+    for name in ("log_alpha", "log_mu"):
+        inputs[name][:, 0] = HARD_ZERO
+    huge = inputs | {"initial_state": torch.full_like(inputs["initial_state"], 1e30)}
+    for actual, expected in zip(*(backend_form(case, backend)(x) for x in (huge, inputs))):
+        assert torch.equal(actual, expected)
 
 
 @every_backend
