@@ -1,15 +1,26 @@
-"""The Python of docs/model.md runs as printed."""
+"""The Python of docs/model.md and docs/mixers.md runs as printed."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "model.md"
+import pytest
+
+from mdn.layers import MIXERS, init
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_examples_of_the_model_page_run_one_after_the_other(capsys):
-    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+@pytest.mark.parametrize(
+    ("page", "printed"),
+    [("model.md", "torch.Size([1, 120, 64])"), ("mixers.md", "ShortConvolution(32, width=6, bias=False, silu=True)")],
+)
+def test_the_examples_of_the_page_run_one_after_the_other(page, printed, capsys, monkeypatch):
+    monkeypatch.setattr(init, "TABLE", [*init.TABLE])
+    monkeypatch.delitem(MIXERS, "local", raising=False)
+    examples = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     assert len(examples) >= 3
-    names: dict = {}
+    names: dict = {"__name__": page}
     for example in examples:
-        exec(compile(example, str(PAGE), "exec"), names)
-    assert "torch.Size([1, 120, 64])" in capsys.readouterr().out
+        exec(compile(example, page, "exec"), names)
+    assert printed in capsys.readouterr().out
+    MIXERS.pop("local", None)
