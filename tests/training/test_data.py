@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -176,7 +180,9 @@ def test_preparation_killed_in_the_middle_resumes_and_gives_the_same_tokens(tmp_
     recipe = tiny_recipe(tmp_path)
     script = f"""
 import os, signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from training_support import tiny_recipe
 from mdn.training import tokens as token_cache
 from mdn.training.dataset import prepare_data
@@ -211,7 +217,7 @@ def test_several_processes_tokenise_to_the_same_cache_as_one(tmp_path: Path, mon
     monkeypatch.setattr(token_cache, "_shard_bytes", lambda corpus: 2000)
     data = {"cache_dir": str(tmp_path / "parallel"), "workers": 2}
     parallel = prepare_data(tiny_recipe(tmp_path, data=data))
-    assert len(parallel.cache.shards) > 2
+    assert len(parallel.cache.index["shards"]) > 2
     assert np.array_equal(
         alone.training.read(0, len(alone.training))[0], parallel.training.read(0, len(parallel.training))[0]
     )
@@ -228,12 +234,80 @@ def test_the_cache_is_found_again_and_changes_with_content_and_tokenizer(tmp_pat
     assert prepare_data(tiny_recipe(tmp_path)).cache.directory != first
 
 
-def test_a_damaged_cache_is_refused_by_name(tmp_path: Path) -> None:
-    directory = prepare_data(tiny_recipe(tmp_path)).cache.directory
-    shard = directory / "shard-00000.bin"
-    shard.write_bytes(shard.read_bytes()[:-2])
-    with pytest.raises(ValueError, match=r"shard-00000\.bin does not fit its table"):
-        prepare_data(tiny_recipe(tmp_path))
+def _overwrite(content: bytes) -> Callable[[Path], None]:
+    """The whole file becomes repetitions of `content`, in its old size."""
+
+    def damage(file: Path) -> None:
+        size = file.stat().st_size
+        file.write_bytes((content * size)[:size])
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("shard-00000.bin", _overwrite(b"\x20\x00")),  # valid ids, but not those of the text
+        ("shard-00000.bin", _overwrite(b"\xff")),
+        ("shard-00000.bin", lambda file: file.write_bytes(file.read_bytes()[:-1])),
+        ("shard-00000.bin", Path.unlink),
+        ("shard-00000.npy", _overwrite(b"\x00")),
+        ("index.json", lambda file: file.write_bytes(file.read_bytes()[:40])),
+        ("index.json", lambda file: file.write_text(file.read_text().replace('"end_id": 256', '"end_id": 32'))),
+    ],
+)
+def test_a_damaged_cache_is_refused_with_its_path_and_the_remedy(
+    tmp_path: Path, name: str, damage: Callable[[Path], Any]
+) -> None:
+    recipe = tiny_recipe(tmp_path)
+    directory = prepare_data(recipe).cache.directory
+    damage(directory / name)
+    with pytest.raises(ValueError, match=rf"token cache {directory} is damaged: {name}: .*delete that directory"):
+        prepare_data(recipe).training.read(0, 32)
+    shutil.rmtree(directory)
+    assert len(prepare_data(recipe).training) > 0
+
+
+def test_a_whole_cache_is_used_where_nobody_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_recipe(tmp_path)
+    expected, _ = prepare_data(recipe).training.read(0, 32)
+    _refuse_writing_below(tmp_path / "cache", monkeypatch)
+    found, _ = prepare_data(recipe).training.read(0, 32)
+    assert (found == expected).all()
+
+
+def test_an_unwritable_cache_names_the_variable_that_moves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_recipe(tmp_path)
+    _refuse_writing_below(tmp_path / "cache", monkeypatch)
+    with pytest.raises(OSError, match=rf"the cache {tmp_path / 'cache'} cannot be written .*set MDN_CACHE or"):
+        prepare_data(recipe)
+
+
+def _refuse_writing_below(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a read-only disk, also for root."""
+    plain_open, plain_mkdir = Path.open, Path.mkdir
+
+    def guarded_open(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if path.is_relative_to(folder) and set(mode) & set("wa+x"):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return plain_open(path, mode, *arguments, **options)
+
+    def guarded_mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.is_relative_to(folder) and not path.exists():
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        plain_mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", guarded_open)
+    monkeypatch.setattr(Path, "mkdir", guarded_mkdir)
+
+
+def test_files_of_a_folder_that_are_not_read_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny_recipe(tmp_path)
+    (tmp_path / "corpus" / "notes.md").write_text("# not read")
+    prepare_data(recipe)
+    told = capsys.readouterr().err
+    assert "1 files are not read (.md; first" in told
+    assert "notes.md" in told
 
 
 def test_a_hub_dataset_out_of_reach_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

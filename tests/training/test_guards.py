@@ -173,7 +173,7 @@ def test_references_are_measured_on_the_held_out_text(tmp_path: Path) -> None:
     files = sorted((tmp_path / "corpus").iterdir())
     text = b"".join(files[number].read_bytes() for number in data.held_out.documents)
     training = b"".join(files[number].read_bytes() for number in data.training.documents)
-    references = measure_references(data.training, data.held_out, Encoder(data.tokenizer))
+    references = measure_references(data.training, data.held_out, Encoder(data.tokenizer), [])
     assert references["uniform bytes"] == 8.0
     counts = {byte: training.count(bytes([byte])) + 1 for byte in range(256)}
     unigram = -sum(math.log2(counts[byte] / sum(counts.values())) for byte in text) / len(text)

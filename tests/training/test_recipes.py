@@ -40,7 +40,7 @@ ABLATIONS = {
         ("training.sequence_length=100", r"batch_tokens must be a multiple of training.sequence_length"),
         ("training.tokens=1", r"give training.steps or training.tokens, not both"),
         ("data.source=hub", r"data.dataset is missing, but data.source is hub"),
-        ("data.source=flies", r"data.source: input should be 'stdlib', 'files' or 'hub', got 'flies'"),
+        ("data.source=flies", r"data.source must be one of stdlib, files, hub .* got 'flies'"),
         ("tokenizer.kind=pretrained", r"tokenizer.path is needed when tokenizer.kind is pretrained"),
         ("distributed.strategy=hsdp", r"distributed.shard_size is needed when distributed.strategy is hsdp"),
     ],

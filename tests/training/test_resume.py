@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +101,94 @@ def test_ctrl_c_and_sigterm_save_exit_zero_and_the_run_goes_on_exactly(
     assert losses(whole / f"stopped-{name}") == losses(whole / "run")
 
 
-def test_a_torn_checkpoint_is_refused_by_name_and_left_alone(whole: Path, tmp_path: Path) -> None:
+def _flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("model.safetensors", _flip_a_bit, "checkpoint-12 is damaged: the content of model.safetensors has changed"),
+        ("optimizer.pt", _flip_a_bit, "checkpoint-12 is damaged: the content of optimizer.pt has changed"),
+        ("model.safetensors", _cut, "checkpoint-12 is torn: model.safetensors has"),
+        (checkpoints.MARKER, Path.unlink, "checkpoint-12 has no COMPLETE marker"),
+        (checkpoints.MARKER, _cut, "checkpoint-12/COMPLETE cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_set_aside_with_a_warning_and_the_whole_one_before_it_is_resumed_exactly(
+    whole: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    damage: Callable[[Path], None],
+    message: str,
+) -> None:
     copy = _stopped_copy(whole, tmp_path)
-    weights = copy / "checkpoint-12" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"checkpoint-12 is torn: model\.safetensors has \d+ bytes instead of \d+"):
-        train(_copy_recipe(whole, tmp_path))
-    assert weights.is_file()
+    damage(copy / "checkpoint-12" / file)
+    train(_copy_recipe(whole, tmp_path))
+    warning = capsys.readouterr().err
+    assert message in warning
+    assert "set aside as damaged-checkpoint-12" in warning
+    assert "checkpoint-9 (step 9)" in warning
+    assert losses(copy) == losses(whole / "run")
+    assert (copy / "damaged-checkpoint-12").is_dir()  # nothing is deleted
+    first, second = (path / "model" / "model.safetensors" for path in (copy, whole / "run"))
+    assert first.read_bytes() == second.read_bytes()
 
 
-def test_a_checkpoint_without_a_marker_is_refused_by_name(whole: Path, tmp_path: Path) -> None:
+def test_an_older_damaged_checkpoint_does_not_matter(whole: Path, tmp_path: Path) -> None:
     copy = _stopped_copy(whole, tmp_path)
     (copy / "checkpoint-9" / checkpoints.MARKER).unlink()
-    with pytest.raises(ValueError, match="checkpoint-9 has no COMPLETE marker"):
+    assert train(_copy_recipe(whole, tmp_path)).summary is not None
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_alone(whole: Path, tmp_path: Path) -> None:
+    copy = _stopped_copy(whole, tmp_path)
+    for name in ("checkpoint-9", "checkpoint-12"):
+        _flip_a_bit(copy / name / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: .*checkpoint-12 is damaged.*checkpoint-9 is"):
         train(_copy_recipe(whole, tmp_path))
+    assert (copy / "checkpoint-12").is_dir()
+
+
+def test_a_lengthened_run_with_a_constant_rate_is_the_longer_run_exactly(whole: Path, tmp_path: Path) -> None:
+    settings = {"schedule": "constant", "warmup_steps": 1}
+    long = tiny_recipe(tmp_path, "long", training={**settings, "steps": 10})
+    train(long)
+    train(tiny_recipe(tmp_path, "short", training={**settings, "steps": 4}))
+    lengthened = tiny_recipe(tmp_path, "short", training={**settings, "steps": 10})
+    assert train(lengthened).step == 10
+    assert losses(tmp_path / "short") == losses(tmp_path / "long")
+    first, second = (tmp_path / name / "model" / "model.safetensors" for name in ("short", "long"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_lengthening_a_cosine_says_that_the_rate_jumps_and_follows_the_new_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_recipe(tmp_path, "run", training={"steps": 4}))
+    capsys.readouterr()
+    train(tiny_recipe(tmp_path, "run", training={"steps": 8}))
+    told = capsys.readouterr().err
+    assert "lengthened from 4 to 8 steps: the learning rate follows the cosine schedule of 8 steps" in told
+    train(tiny_recipe(tmp_path, "planned", training={"steps": 8}))
+    rates = [
+        [line["learning_rate"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in line]
+        for name in ("run", "planned")
+    ]
+    assert rates[0][4:] == rates[1][4:]
+    assert rates[0][:4] != rates[1][:4]
+
+
+def test_a_run_cannot_be_shortened(whole: Path) -> None:
+    with pytest.raises(ValueError, match=r"can be lengthened but not shortened to training\.steps=5"):
+        train(tiny_recipe(whole, training={"steps": 5}))
 
 
 def test_a_checkpoint_of_another_recipe_is_refused_with_the_field_that_differs(whole: Path, tmp_path: Path) -> None:
@@ -137,7 +211,7 @@ def test_a_run_may_go_on_with_another_micro_batch(whole: Path, tmp_path: Path) -
 
 def test_two_processes_cannot_train_in_one_directory(whole: Path) -> None:
     with (whole / "run" / ".lock").open("a") as other:
-        files._kept.pop((whole / "run" / ".lock").resolve()).close()
+        files._locks_of_this_process.pop((whole / "run" / ".lock").resolve()).close()
         fcntl.flock(other, fcntl.LOCK_EX)  # a second open file is to the system what another process would be
         with pytest.raises(ValueError, match="another process is training in"):
             train(tiny_recipe(whole))

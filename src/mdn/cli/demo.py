@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from mdn.cli import train
 from mdn.cli.options import add_output_arguments
+from mdn.cli.train import train_and_show
 
 HELP = "train a small model on the Python standard library (a few minutes on two cores), measure it and let it write"
 EXAMPLE = "mdn demo"
@@ -17,5 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    namespace = argparse.Namespace(recipe="demo", overrides=args.overrides, dry_run=False, json=args.json)
-    return train.run(namespace)
+    from mdn.training.recipe import load_recipe
+
+    return train_and_show(load_recipe("demo", args.overrides), args.json)

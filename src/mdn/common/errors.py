@@ -13,6 +13,26 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
+def nearest_key(key: str, known: Iterable[str]) -> str:
+    """The same for dotted keys: `training.lr` means `training.learning_rate`, `steps` means `training.steps`.
+
+    Keys of the same block come first, then equal last words in other blocks; initials count as a spelling.
+    """
+    known = list(known)
+    block, _, word = key.rpartition(".")
+    siblings = [candidate for candidate in known if candidate.rpartition(".")[0] == block]
+    for candidates in (siblings, known):
+        for candidate in candidates:
+            words = candidate.rpartition(".")[2]
+            if word in (words, "".join(part[0] for part in words.split("_"))):
+                return f" (did you mean {candidate}?)"
+        leaves = {candidate.rpartition(".")[2]: candidate for candidate in reversed(candidates)}
+        close = difflib.get_close_matches(word, leaves, n=1, cutoff=0.6)
+        if close:
+            return f" (did you mean {leaves[close[0]]}?)"
+    return nearest(key, known)
+
+
 def one_line(error: BaseException, limit: int = 400) -> str:
     """What an exception says, on one line; its type if it says nothing."""
     text = " ".join(str(error).split()) or type(error).__name__

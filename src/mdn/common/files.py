@@ -1,14 +1,19 @@
-"""Files that are whole or not there: atomic writes, one writer at a time, and JSON that is read with care."""
+"""Files that are whole or not there: atomic writes, one writer at a time, and JSON and YAML read with care."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+import yaml
+
+from mdn.common.errors import one_line
 
 try:
     import fcntl
@@ -18,6 +23,9 @@ try:
     import msvcrt
 except ImportError:  # everywhere else
     msvcrt = None  # type: ignore[assignment]
+
+
+MOST_ENTRIES, MOST_LEVELS = 100_000, 50  # of a YAML text
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -72,6 +80,59 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 3e-4 as text; people who write recipes mean the number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)$|^[-+]?(?:[0-9][0-9_]*)\.[0-9_]*$"),
+    list("-+0123456789"),
+)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text; a ValueError that begins with `where` if it is none or grows out of hand."""
+    try:
+        content = yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply, expected at most {MOST_LEVELS} levels") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that cannot be
+        raise ValueError(f"{where} is not valid YAML: {one_line(error)}") from None
+    _refuse_bombs(content, where)
+    return content
+
+
+def _refuse_bombs(content: Any, where: str) -> None:
+    """A few aliases of aliases stand for billions of entries: refuse them before anything walks through the content."""
+    sizes: dict[int, int] = {}
+
+    def size(value: Any, level: int) -> int:
+        if not isinstance(value, dict | list):
+            return 1
+        if level > MOST_LEVELS:  # also where a list contains itself
+            raise ValueError(f"{where} is nested too deeply, expected at most {MOST_LEVELS} levels")
+        if id(value) not in sizes:
+            inside = value.values() if isinstance(value, dict) else value
+            sizes[id(value)] = 1 + sum(size(entry, level + 1) for entry in inside)
+        return sizes[id(value)]
+
+    if size(content, 1) > MOST_ENTRIES:
+        raise ValueError(f"{where} has more than {MOST_ENTRIES:,} entries when its aliases are written out")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+    content = parse_yaml(text, f"{path}")
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be a mapping of blocks, got {type(content).__name__}")
     return content
 
 

@@ -12,15 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from mdn.common import progress
+from mdn.common.machine import available_cores
 
 Result = TypeVar("Result")
-
-
-def available_cores() -> int:
-    """Cores that this process may use: its affinity where the system has one, else all of the machine."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def processes_from(requested: int | None) -> int:

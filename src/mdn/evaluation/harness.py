@@ -44,8 +44,8 @@ class Subject:
         self.hash = model_hash(self.model, self.tokenizer)
 
     def facts(self) -> dict[str, Any]:
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        return {"label": self.label, "source": self.source, "sha256": self.hash, "parameters": parameters}
+        facts = {"label": self.label, "source": self.source, "sha256": self.hash}
+        return facts | {"parameters": self.model.num_parameters()}
 
 
 @dataclass(frozen=True)

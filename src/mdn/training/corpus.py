@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from mdn.common.files import write_atomically
-from mdn.training.recipe import DataSettings
+from mdn.common.errors import nearest
+from mdn.common.files import read_json, write_atomically
+from mdn.training.recipe import SOURCES, DataSettings
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
@@ -107,7 +110,7 @@ class HubCorpus:
         return hashlib.sha256(repr((s.dataset, s.subset, s.split, self._commit(), s.text_field)).encode()).hexdigest()
 
     def _commit(self) -> str:
-        known = json.loads(self.memory.read_text()) if self.memory.is_file() else {}
+        known = read_json(self.memory) if self.memory.is_file() else {}
         key = f"{self.settings.dataset}@{self.settings.revision or 'main'}"
         try:
             from huggingface_hub import HfApi
@@ -144,7 +147,7 @@ class _HashMemory:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.known: dict[str, str] = json.loads(path.read_text())
+            self.known: dict[str, str] = read_json(path)
         except (OSError, ValueError):
             self.known = {}
         self.changed = False
@@ -160,7 +163,8 @@ class _HashMemory:
 
     def save(self) -> None:
         if self.changed:
-            write_atomically(self.path, json.dumps(self.known).encode())
+            with suppress(OSError):  # a cache that cannot be written is only slower
+                write_atomically(self.path, json.dumps(self.known).encode())
 
 
 def _text_of(row: Any, field: str) -> str:
@@ -179,12 +183,15 @@ def standard_library_files() -> list[Path]:
 
 
 def local_files(paths: tuple[str, ...]) -> list[Path]:
-    """The readable files behind files and folders, folders in sorted order."""
+    """The readable files behind files and folders, folders in sorted order. Others in a folder are reported."""
     found: list[Path] = []
+    ignored: list[Path] = []
     for given in paths:
         path = Path(given).expanduser()
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+            files = sorted(p for p in path.rglob("*") if p.is_file())
+            inside = [p for p in files if p.suffix in SUFFIXES]
+            ignored += [p for p in files if p.suffix not in SUFFIXES]
             if not inside:
                 raise ValueError(f"data.paths: folder {given!r} has no {', '.join(SUFFIXES)} files")
             found += inside
@@ -194,16 +201,43 @@ def local_files(paths: tuple[str, ...]) -> list[Path]:
             raise ValueError(f"data.paths: {given!r} is not one of {', '.join(SUFFIXES)}")
         else:
             found.append(path)
+    if ignored:
+        kinds = ", ".join(sorted({p.suffix or "no suffix" for p in ignored}))
+        print(
+            f"note: data.paths: {len(ignored)} files are not read ({kinds}; first {ignored[0]}): only "
+            f"{', '.join(SUFFIXES)} are",
+            file=sys.stderr,
+        )
     return found
 
 
-def open_corpus(settings: DataSettings, cache_dir: Path) -> Corpus:
-    if settings.source == "hub":
-        return HubCorpus(settings, cache_dir)
-    if settings.source == "stdlib":
-        return FileCorpus("the Python standard library", standard_library_files(), settings.text_field, cache_dir)
+def _standard_library(settings: DataSettings, cache_dir: Path) -> Corpus:
+    return FileCorpus("the Python standard library", standard_library_files(), settings.text_field, cache_dir)
+
+
+def _local_files(settings: DataSettings, cache_dir: Path) -> Corpus:
     files = local_files(settings.paths)
     return FileCorpus(", ".join(settings.paths), files, settings.text_field, cache_dir)
+
+
+CORPORA: dict[str, Callable[[DataSettings, Path], Corpus]] = {
+    "stdlib": _standard_library,
+    "files": _local_files,
+    "hub": HubCorpus,
+}
+"""How a corpus is made from its settings and the cache directory, by `data.source`. A plugin adds its own here."""
+
+
+def open_corpus(settings: DataSettings, cache_dir: Path) -> Corpus:
+    if settings.source not in CORPORA:
+        close = nearest(settings.source, CORPORA)
+        raise ValueError(
+            f"data.source {settings.source!r} is unknown{close}; expected {', '.join(CORPORA)}, or one that a module "
+            "of `plugins` adds to mdn.training.corpus.CORPORA"
+        )
+    if settings.options and settings.source in SOURCES:
+        raise ValueError(f"data.options is given, but data.source={settings.source} has none")
+    return CORPORA[settings.source](settings, cache_dir)
 
 
 @dataclass(frozen=True)

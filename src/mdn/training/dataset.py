@@ -12,6 +12,7 @@ number of ranks changes the order.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from mdn.common.loading import import_plugins
 from mdn.training.corpus import open_corpus
 from mdn.training.recipe import Recipe
 from mdn.training.tokenizer import prepare_tokenizer
@@ -136,13 +138,27 @@ class PreparedData:
 def prepare_data(recipe: Recipe) -> PreparedData:
     """Tokenizer and token cache of the recipe, made now or found; every rank may call this at the same time."""
     cache_dir = default_cache_dir(recipe.data)
+    import_plugins(recipe.plugins)
+    try:
+        return _prepare(recipe, cache_dir)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
+            raise
+        raise OSError(
+            f"the cache {cache_dir} cannot be written ({error.strerror}: {error.filename}); set MDN_CACHE or "
+            "data.cache_dir to a directory that can"
+        ) from None
+
+
+def _prepare(recipe: Recipe, cache_dir: Path) -> PreparedData:
     corpus = open_corpus(recipe.data, cache_dir)
+    key = corpus_key(corpus, recipe.data)
 
     def training_texts() -> Iterator[str]:
         return (document.text for document in split_documents(corpus, recipe.data) if not document.held_out)
 
-    tokenizer = prepare_tokenizer(recipe.tokenizer, corpus_key(corpus, recipe.data), cache_dir, training_texts)
-    cache = prepare_tokens(corpus, recipe.data, tokenizer, cache_dir)
+    tokenizer = prepare_tokenizer(recipe.tokenizer, key, cache_dir, training_texts)
+    cache = prepare_tokens(corpus, key, recipe.data, tokenizer, cache_dir)
     held_out = held_out_stream(cache, recipe.data.held_out_bytes)
     if not held_out.bytes:
         raise ValueError(f"data.held_out={recipe.data.held_out} leaves no held-out text in {corpus.name}")

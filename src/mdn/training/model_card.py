@@ -72,7 +72,7 @@ def plot_gates(run_dir: Path, recipe: Recipe, command: str) -> Path | None:
     return save_figure(fig, run_dir / "gates.png", command)[0]
 
 
-def model_card(recipe: Recipe, summary: dict[str, Any], command: str, sample: str | None) -> str:
+def model_card(recipe: Recipe, summary: dict[str, Any], command: str) -> str:
     """README.md of the model's directory: what it is, how it was made, how good it is, how to load it."""
     held_out, training = summary["held_out"], recipe.training
     references = "".join(f"| {name} | {bits:.3f} |\n" for name, bits in summary.get("references", {}).items())
@@ -98,6 +98,7 @@ def model_card(recipe: Recipe, summary: dict[str, Any], command: str, sample: st
         'tokenizer = AutoTokenizer.from_pretrained("PATH")\n```\n',
         "or `mdn generate PATH --prompt ...`\n",
     ]
+    sample = summary.get("sample")
     if sample:
         parts.append(f"## A completion\n\n```\n{sample.replace('```', '` ` `')}\n```\n")
     parts.append("![loss](loss.png)\n")

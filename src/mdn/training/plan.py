@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mdn.models import MomentumDeltaNetForCausalLM
-from mdn.training.build import model_config
+from mdn.training.build import meta_model, model_config
 from mdn.training.recipe import Recipe, TokenizerSettings, TrainingSettings
 
 GPT2_VOCABULARY = 50257
@@ -99,9 +99,8 @@ def make_plan(recipe: Recipe, recipe_name: str, overrides: list[str], nodes: int
     ranks = nodes * devices
     batch = plan_batch(recipe.training, ranks)
     config = model_config(recipe, vocabulary(recipe.tokenizer), 0)
-    with torch.device("meta"):
-        model = MomentumDeltaNetForCausalLM(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    model = meta_model(config)
+    parameters = model.num_parameters()
     shards = {"ddp": 1, "fsdp": ranks, "hsdp": recipe.distributed.shard_size or 1}[recipe.distributed.strategy]
     tokens = batch.micro * recipe.training.sequence_length
     half = recipe.training.precision == "bfloat16"

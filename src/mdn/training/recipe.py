@@ -8,31 +8,37 @@ A wrong key is an error that names the nearest right one.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mdn.common.errors import nearest
+from mdn.common.errors import nearest, nearest_key
+from mdn.common.files import parse_yaml, read_yaml
+from mdn.common.loading import resolve_model
+from mdn.common.results import markdown_table
 
-Schema = TypeVar("Schema", bound=BaseModel)
+SOURCES = ("stdlib", "files", "hub")
 
 
 class Block(BaseModel):
     """A block of a recipe: unknown keys are errors, and a recipe does not change after it was read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class DataSettings(Block):
     """Where the text comes from and how it is cut."""
 
-    source: Literal["stdlib", "files", "hub"] = Field(
-        "stdlib", description="Python's own sources, local files, or a Hub dataset"
+    source: str = Field(
+        "stdlib", description="stdlib (Python's own sources), files, hub, or the name of a plugin's corpus"
     )
+    options: dict[str, Any] = Field({}, description="settings of a plugin's corpus, handed to it as they are")
     paths: tuple[str, ...] = Field((), description="files or folders (.txt, .jsonl, .parquet) when source is files")
     dataset: str | None = Field(None, description="owner/name on the Hub when source is hub")
     subset: str | None = Field(None, description="configuration name of the Hub dataset")
@@ -46,7 +52,9 @@ class DataSettings(Block):
     held_out: float = Field(0.05, gt=0, lt=1, description="share of the documents kept out of training")
     held_out_bytes: int | None = Field(1_000_000, gt=0, description="evaluate on at most this much held-out text")
     reset_at_documents: bool = Field(True, description="the state does not cross from one document to the next")
-    workers: int | None = Field(None, ge=1, description="processes that tokenise; null takes one per core, at most 16")
+    workers: int | None = Field(
+        None, ge=1, le=1024, description="processes that tokenise; null takes one per core, at most 16"
+    )
     cache_dir: str | None = Field(None, description="where token caches live; null: $MDN_CACHE or ~/.cache/mdn")
 
     @model_validator(mode="after")
@@ -55,7 +63,7 @@ class DataSettings(Block):
             raise ValueError("data.paths is empty, but data.source is files: give at least one file or folder")
         if self.source == "hub" and not self.dataset:
             raise ValueError("data.dataset is missing, but data.source is hub: give owner/name")
-        if self.source != "files" and self.paths:
+        if self.source in ("stdlib", "hub") and self.paths:
             raise ValueError(
                 f"data.paths is given, but data.source is {self.source}: set data.source=files to read them"
             )
@@ -66,7 +74,7 @@ class TokenizerSettings(Block):
     """How text becomes token ids."""
 
     kind: Literal["bytes", "bpe", "gpt2", "pretrained"] = Field("bytes", description="bpe is trained on the corpus")
-    vocab_size: int = Field(4096, ge=257, description="size of the vocabulary when kind is bpe")
+    vocab_size: int = Field(4096, ge=257, le=2**31, description="size of the vocabulary when kind is bpe")
     train_bytes: int = Field(10_000_000, gt=0, description="bytes of training text the bpe is learnt from")
     path: str | None = Field(None, description="directory or Hub name when kind is pretrained")
 
@@ -80,30 +88,33 @@ class TokenizerSettings(Block):
 class TrainingSettings(Block):
     """Optimiser, schedule and batch. The batch is counted in tokens, so it does not depend on the number of devices."""
 
-    batch_tokens: int = Field(524_288, gt=0, description="tokens of one optimiser step over all devices")
-    sequence_length: int = Field(4096, ge=2)
+    batch_tokens: int = Field(524_288, gt=0, le=2**40, description="tokens of one optimiser step over all devices")
+    sequence_length: int = Field(4096, ge=2, le=2**31, description="tokens of one row of the batch")
     micro_batch_tokens: int | None = Field(
-        None, gt=0, description="tokens of one pass on one device; null: one sequence"
+        None, gt=0, le=2**40, description="tokens of one pass on one device; null: one sequence"
     )
-    steps: int | None = Field(None, gt=0, description="optimiser steps; give steps or tokens")
-    tokens: int | None = Field(None, gt=0, description="tokens to train on, rounded down to whole steps")
+    steps: int | None = Field(None, gt=0, le=10**9, description="optimiser steps; give steps or tokens")
+    tokens: int | None = Field(None, gt=0, le=2**60, description="tokens to train on, rounded down to whole steps")
     learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
-    warmup_steps: int = Field(1024, ge=0)
+    warmup_steps: int = Field(1024, ge=0, le=10**9, description="steps with a rising learning rate")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="what follows the warm-up")
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1, description="where cosine ends, as a share of the peak")
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = Field(1e-15, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW")
+    epsilon: float = Field(1e-15, gt=0, description="of AdamW")
+    weight_decay: float = Field(0.1, ge=0, description="of AdamW, for matrices")
     decay_gates: bool = Field(False, description="decay gate parameters, biases and norms too")
     clip_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this norm; 0 leaves them")
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16"] = Field("float32", description="bfloat16: autocast, float32 weights")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads; null: all cores, fewer while other programs use them"
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     compile: bool = Field(False, description="torch.compile the model")
     non_finite: Literal["stop", "skip"] = Field(
         "stop", description="what to do with a NaN or infinite loss or gradient"
     )
     max_skipped_steps: int = Field(20, ge=1, description="with non_finite: skip, stop after this many in a row")
-    loader_workers: int = Field(0, ge=0, description="processes that read batches ahead")
+    loader_workers: int = Field(0, ge=0, le=1024, description="processes that prefetch batches")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> TrainingSettings:
@@ -121,6 +132,8 @@ class TrainingSettings(Block):
                 f"training.micro_batch_tokens must be a multiple of training.sequence_length; "
                 f"{self.micro_batch_tokens} is not a multiple of {self.sequence_length}"
             )
+        if any(not 0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"training.betas must be at least 0 and below 1; got {list(self.betas)}")
         if self.total_steps < 1:
             raise ValueError(
                 f"training.tokens must be at least training.batch_tokens={self.batch_tokens}; got {self.tokens}"
@@ -150,7 +163,7 @@ class LoggingSettings(Block):
     )
     save_every: int = Field(500, ge=0, description="steps between checkpoints; there is one at the end anyway")
     keep_checkpoints: int = Field(2, ge=1, description="complete checkpoints kept on disk")
-    tensorboard: bool = True
+    tensorboard: bool = Field(True, description="write RUN/tensorboard")
 
 
 class DistributedSettings(Block):
@@ -169,19 +182,25 @@ class DistributedSettings(Block):
 class SampleSettings(Block):
     """The text completed at the end of training. An empty prompt switches it off."""
 
-    prompt: str = ""
-    max_new_tokens: int = Field(120, ge=1)
-    temperature: float = Field(0.0, ge=0, description="0 takes the likeliest token every time")
+    prompt: str = Field("", description="the text to complete")
+    max_new_tokens: int = Field(120, ge=1, le=10**6, description="tokens to add")
+    temperature: float = Field(0.0, ge=0, le=1e6, description="0 takes the likeliest token every time")
 
 
 class Recipe(Block):
     """A whole training run."""
 
     name: str = Field(min_length=1, description="names the run and its directory")
-    description: str = ""
+    description: str = Field("", description="one line for the model card")
     output: str | None = Field(None, description="directory of the run; null: runs/<name>")
-    seed: int = Field(42, ge=0)
-    model: dict[str, Any] = Field(description="`config`: a name in mdn/configs or a path; other keys are config fields")
+    seed: int = Field(42, ge=0, le=2**32 - 1, description="of the weights and the order of the data")
+    plugins: tuple[str, ...] = Field(
+        (), description="modules to import first: names, or .py files beside the recipe (own mixers, own data)"
+    )
+    model: dict[str, Any] = Field(
+        description="`config`: a name in mdn/configs or a path; `init_from`: a model or run folder whose weights are "
+        "the start; other keys are fields of the config"
+    )
     data: DataSettings = DataSettings()  # type: ignore[call-arg]
     tokenizer: TokenizerSettings = TokenizerSettings()  # type: ignore[call-arg]
     training: TrainingSettings
@@ -189,12 +208,22 @@ class Recipe(Block):
     distributed: DistributedSettings = DistributedSettings()  # type: ignore[call-arg]
     sample: SampleSettings = SampleSettings()  # type: ignore[call-arg]
 
+    @model_validator(mode="after")
+    def _source_is_known(self) -> Recipe:
+        if self.data.source not in SOURCES and not self.plugins:
+            raise ValueError(
+                f"data.source must be one of {', '.join(SOURCES)} (or a corpus that a module of `plugins` adds), got "
+                f"{self.data.source!r}"
+            )
+        return self
+
     @property
     def output_dir(self) -> Path:
         return Path(self.output) if self.output else Path("runs") / self.name
 
 
 PACKAGED = Path(__file__).resolve().parent.parent / "recipes"
+Schema = TypeVar("Schema", bound=BaseModel)
 
 # Overrides below these keys do not change what is learnt, so they do not change the name of the run either.
 _KEYS_THAT_KEEP_THE_NAME = (
@@ -206,6 +235,7 @@ _KEYS_THAT_KEEP_THE_NAME = (
     "sample.",
     "data.cache_dir",
     "data.workers",
+    "training.threads",
 )
 
 
@@ -217,10 +247,15 @@ def packaged_recipes() -> list[str]:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """A path to a recipe from a path, or from the name of a packaged one (with or without `recipes/` and `.yaml`)."""
+    """The file of a recipe: a path, a run folder (its recipe.yaml), or the name of a packaged one.
+
+    A packaged name may be written with or without `recipes/` and `.yaml`.
+    """
     path = Path(name)
     if path.is_file():
         return path
+    if (path / "recipe.yaml").is_file():
+        return path / "recipe.yaml"
     short = re.sub(r"^(\./)?recipes/", "", path.as_posix())
     short = re.sub(r"\.ya?ml$", "", short)
     packaged = PACKAGED / f"{short}.yaml"
@@ -228,19 +263,9 @@ def find_recipe(name: str | Path) -> Path:
         return packaged
     known = packaged_recipes()
     raise ValueError(
-        f"no recipe {str(name)!r}: neither a file nor a packaged recipe{nearest(short, known)}; "
+        f"no recipe {str(name)!r}: neither a file, a run folder nor a packaged recipe{nearest(short, known)}; "
         f"packaged: {', '.join(known)}"
     )
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"recipe {path} must be a mapping of blocks, got {type(content).__name__}")
-    return content
 
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -248,11 +273,19 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in seen:
         raise ValueError(f"recipe {path} extends itself: {' -> '.join(str(p) for p in (*seen, path))}")
     content = read_yaml(path)
+    if isinstance(content.get("plugins"), list):
+        content["plugins"] = [_plugin_beside(str(plugin), path.parent) for plugin in content["plugins"]]
     if "extends" not in content:
         return content
     name = str(content.pop("extends"))
     beside = path.parent / name
     return merge(read_recipe(beside if beside.is_file() else find_recipe(name), (*seen, path)), content)
+
+
+def _plugin_beside(plugin: str, folder: Path) -> str:
+    """A .py file beside the recipe as a whole path, so that the run's own recipe.yaml finds it again."""
+    beside = folder / plugin
+    return str(beside.resolve()) if plugin.endswith(".py") and beside.is_file() else plugin
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -262,17 +295,6 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = merge(merged[key], value) if both else value
     return merged
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 3e-4 as text; people who write recipes mean the number."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)$|^[-+]?(?:[0-9][0-9_]*)\.[0-9_]*$"),
-    list("-+0123456789"),
-)
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
@@ -286,28 +308,45 @@ def apply_override(content: dict[str, Any], override: str) -> None:
         place = place.setdefault(part, {})
         if not isinstance(place, dict):
             raise ValueError(f"override {override!r}: {'.'.join(parts[: depth + 1])} is a value, not a block")
-    try:
-        place[parts[-1]] = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        raise ValueError(f"override {override!r}: {text!r} is not a valid YAML value") from None
+    place[parts[-1]] = parse_yaml(text, f"override {key.strip()}={text[:60]!r}")
+
+
+# ---- recipes
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, override and validate a recipe. A run with overrides gets its own directory, unless `output` is given."""
+    """Read, override and validate a recipe. A run with overrides gets its own directory, unless `output` is given.
+
+    The name of a run folder means that run, whatever is overridden.
+    """
     path = find_recipe(name)
     content = read_recipe(path)
+    if Path(name).is_dir():
+        content["output"] = str(name)
     for override in overrides:
         apply_override(content, override)
+    _take_tokenizer_of_initial_model(content)
     recipe = validate(content, str(path))
     if overrides and recipe.output is None:
         recipe = recipe.model_copy(update={"output": str(Path("runs") / (recipe.name + _suffix(overrides)))})
     return recipe
 
 
+def _take_tokenizer_of_initial_model(content: dict[str, Any]) -> None:
+    """A recipe that starts from a model and names no tokenizer uses the one that the model was trained with."""
+    model = content.get("model")
+    if not isinstance(model, dict) or model.get("init_from") is None or "tokenizer" in content:
+        return
+    place = resolve_model(str(model["init_from"]))
+    if (Path(place) / "tokenizer_config.json").is_file():
+        content["tokenizer"] = {"kind": "pretrained", "path": place}
+
+
 def _suffix(overrides: Sequence[str]) -> str:
     """'-mixer=gated_deltanet' and the like: what was overridden, safe as part of a file name."""
-    told = [o for o in overrides if not o.startswith(_KEYS_THAT_KEEP_THE_NAME)]
-    short = [f"{key.strip().rsplit('.', 1)[-1]}={value.strip()}" for key, _, value in (o.partition("=") for o in told)]
+    decisive = (override for override in overrides if not override.startswith(_KEYS_THAT_KEEP_THE_NAME))
+    pairs = (override.partition("=") for override in decisive)
+    short = (f"{key.strip().rsplit('.', 1)[-1]}={value.strip()}" for key, _, value in pairs)
     return "".join("-" + re.sub(r"[^\w.=,+-]+", "_", part) for part in short)[:120]
 
 
@@ -316,7 +355,7 @@ def validate(content: dict[str, Any], where: str) -> Recipe:
 
 
 def validate_as(schema: type[Schema], content: dict[str, Any], where: str) -> Schema:
-    """The content as ``schema``, or one line with everything that is wrong in it."""
+    """`content` as an instance of `schema`; a ValueError that names file, key, what was given and what is expected."""
     try:
         return schema.model_validate(content)
     except ValidationError as error:
@@ -326,28 +365,49 @@ def validate_as(schema: type[Schema], content: dict[str, Any], where: str) -> Sc
 
 def _explain(detail: Any, schema: type[BaseModel]) -> str:
     """One pydantic error as a phrase with the dotted key, what was given and what is expected."""
-    location = [str(part) for part in detail["loc"]]
-    key = ".".join(location)
+    key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{nearest(key, _known_keys(schema))}"
+        known = [field.key for field in fields_of(schema)]
+        blocks = {known_key.split(".")[0] for known_key in known}
+        return f"unknown key {key!r}{nearest_key(key, [*sorted(blocks), *known])}"
     if detail["type"] == "missing":
         return f"key {key!r} is missing"
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
-    return f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}, got {detail['input']!r}"
+    given = repr(detail["input"])
+    return (
+        f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}, got {given if len(given) < 80 else given[:77] + '...'}"
+    )
 
 
-def _known_keys(schema: type[BaseModel]) -> list[str]:
-    """Every dotted key a recipe may have (the fields of the model block are checked against the model's config)."""
+@dataclass(frozen=True)
+class FieldOfRecipe:
+    key: str
+    default: str
+    meaning: str
 
-    def walk(block: type[BaseModel], prefix: str) -> Iterable[str]:
-        for name, field in block.model_fields.items():
-            kind = field.annotation
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from walk(kind, f"{prefix}{name}.")
-            yield prefix + name
 
-    return list(walk(schema, ""))
+def fields_of(schema: type[BaseModel], prefix: str = "") -> list[FieldOfRecipe]:
+    """Every dotted key of a schema (those of the model block belong to the model's config)."""
+    fields: list[FieldOfRecipe] = []
+    for name, field in schema.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            fields += fields_of(kind, f"{prefix}{name}.")
+            continue
+        default = "required" if field.is_required() else json.dumps(field.default)
+        choices = ", ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
+        meaning = "; ".join(filter(None, (field.description, choices and f"one of {choices}")))
+        fields.append(FieldOfRecipe(prefix + name, default, meaning))
+    return fields
+
+
+def field_table() -> str:
+    """The Markdown table of docs/training.md (`mdn train --fields`)."""
+    return markdown_table(
+        ("key", "default", "meaning"),
+        [(f"`{field.key}`", f"`{field.default}`", field.meaning) for field in fields_of(Recipe)],
+    )
 
 
 def to_yaml(recipe: Recipe) -> str:

@@ -3,7 +3,7 @@
     result = train(load_recipe("demo"))
 
 The run's directory: recipe.yaml, metrics.jsonl, tensorboard/, checkpoint-<step>/, and at the end model/, summary.json,
-loss.png and gates.png. Calling it again goes on where it stopped, or reports a finished run.
+loss.png and gates.png. Calling it again resumes where it stopped, or reports a finished run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from tqdm import tqdm
 from transformers import AutoTokenizer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from mdn.common.files import lock_for_life, write_atomically
+from mdn.common import progress as bars
+from mdn.common.errors import one_line
+from mdn.common.files import lock_for_life, read_json, share, write_atomically
+from mdn.common.machine import Threads
 from mdn.common.results import command_line
 from mdn.training import checkpoints
-from mdn.training.build import build_model, identity_of, model_config
+from mdn.training.build import build_model, check_initial_tokenizer, identity_of, model_config
 from mdn.training.dataset import PackCollator, PackedSequences, PreparedData, prepare_data
 from mdn.training.evaluate import complete, evaluate, measure_references
 from mdn.training.model_card import model_card, plot_gates, plot_loss
@@ -58,7 +63,7 @@ class RunResult:
 
 
 def train(recipe: Recipe, command: str | None = None) -> RunResult:
-    """Train, go on training, or report a finished run. `command` is what figures and the model card are signed with."""
+    """Train, resume, or report a finished run. Figures and the model card are labelled with `command`."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     run_dir = recipe.output_dir
@@ -81,29 +86,47 @@ def _train(recipe: Recipe, run_dir: Path, stop: StopSignal, command: str) -> Run
     data = prepare_data(recipe)
     config = model_config(recipe, data.cache.vocab_size, data.cache.end_id)
     identity = identity_of(recipe, config, data.cache.directory.name)
-    checkpoint = checkpoints.latest(run_dir, identity)
     finished = _finished(run_dir, identity)
     if finished is not None:
         return RunResult(run_dir, finished["steps"], finished)
-    if first:
-        write_atomically(run_dir / "recipe.yaml", to_yaml(recipe).encode())
-    if checkpoint is not None and first:
-        print(f"resuming {checkpoint.path} (step {checkpoint.step})", file=sys.stderr)
-
+    checkpoint, damaged = checkpoints.latest(run_dir, identity)
     trainer, flow = _build_trainer(recipe, run_dir, data, config, identity, stop)
     check_sharding(trainer, checkpoint)
+    trainer.accelerator.wait_for_everyone()  # every rank has looked at the damaged checkpoints
+    if first:
+        write_atomically(run_dir / "recipe.yaml", to_yaml(recipe).encode())
+        _tell_how_it_starts(recipe, checkpoint, damaged)
     started = time.monotonic()
     try:
         with stop.deferred():
             trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
     finally:
         flow.close()
+        flow.threads.restore()
     seconds = time.monotonic() - started
     if flow.stopped or stop.requested:
         return RunResult(run_dir, trainer.state.global_step, None)
     facts = {"seconds": seconds, "identity": identity}
     summary = _finish(recipe, run_dir, data, trainer, flow, command, facts)
     return RunResult(run_dir, trainer.state.global_step, summary)
+
+
+def _tell_how_it_starts(recipe: Recipe, checkpoint: checkpoints.Checkpoint | None, damaged: dict[Path, str]) -> None:
+    """Name what is resumed, set damaged checkpoints aside, and say what lengthening does to the learning rate."""
+    for path, reason in damaged.items():
+        print(f"warning: {reason}; set aside as {checkpoints.set_aside(path).name}", file=sys.stderr)
+    if checkpoint is None:
+        return
+    print(f"resuming {checkpoint.path} (step {checkpoint.step})", file=sys.stderr)
+    before, steps = checkpoint.facts.get("identity", {}).get("training.steps"), recipe.training.total_steps
+    if before != steps:
+        note = f"lengthened from {before} to {steps} steps"
+        if recipe.training.schedule != "constant":
+            note += (
+                f": the learning rate follows the {recipe.training.schedule} schedule of {steps} steps from here on: "
+                f"it jumps now, and the result is not that of a run planned with {steps} steps"
+            )
+        print(note, file=sys.stderr)
 
 
 def _claim(run_dir: Path) -> None:
@@ -122,7 +145,7 @@ def _finished(run_dir: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     path = run_dir / "summary.json"
     if not path.is_file() or not (run_dir / "model" / "config.json").is_file():
         return None
-    summary = json.loads(path.read_text())
+    summary = read_json(path)
     same = summary.get("identity") == json.loads(json.dumps(identity, default=str))
     return summary if same else None
 
@@ -132,6 +155,8 @@ def _build_trainer(
 ) -> tuple[RecipeTrainer, RunFlow]:
     training = recipe.training
     arguments = training_arguments(recipe, run_dir, world_size())
+    tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
+    check_initial_tokenizer(recipe, tokenizer)
     rows = training.total_steps * training.batch_sequences
     trainer = RecipeTrainer(
         recipe=recipe,
@@ -141,7 +166,7 @@ def _build_trainer(
         arguments=arguments,
         identity=identity,
         stop=stop,
-        tokenizer=AutoTokenizer.from_pretrained(data.tokenizer),
+        tokenizer=tokenizer,
     )
 
     def held_out() -> dict[str, float]:
@@ -167,7 +192,10 @@ def _finish(
     command: str,
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    """Evaluate, save the model, draw, write the card. The summary comes last: with it the run counts as finished."""
+    """Evaluate and save the model, then add what is nice to have. The summary comes last: with it the run is finished.
+
+    The model is in its place before anything that needs much memory or another library: a failure there is a note.
+    """
     held_out = flow.evaluate()
     staged = run_dir / checkpoints.STAGING / "model"
     with full_model_saves(trainer):
@@ -176,19 +204,40 @@ def _finish(
     summary = {**_summary(recipe, data, trainer, held_out), **facts}
     if not trainer.is_world_process_zero():
         return summary
-    summary["references"] = measure_references(data.training, data.held_out, Encoder(data.tokenizer))
     flow.metrics.write_once({"step": trainer.state.global_step, "held_out": held_out})
+    model = _publish_model(staged, run_dir)
+    notes: list[str] = []
+    with _optional("references", notes):
+        summary["references"] = measure_references(data.training, data.held_out, Encoder(data.tokenizer), notes)
+    with _optional("sample", notes):
+        summary["sample"] = complete(model, recipe.sample) if recipe.sample.prompt else None
+    with _optional("figures", notes):
+        loss_plot, _ = plot_loss(run_dir, recipe, command), plot_gates(run_dir, recipe, command)
+        if loss_plot is not None:
+            shutil.copy(loss_plot, model / "loss.png")
+    summary["notes"] = notes
+    (model / "README.md").write_text(model_card(recipe, summary, command), encoding="utf-8")
+    write_atomically(run_dir / "summary.json", json.dumps(summary, indent=1, default=str).encode())
+    return summary
+
+
+def _publish_model(staged: Path, run_dir: Path) -> Path:
+    """Move the written model to its place, readable like any other file."""
     (staged / "training_args.bin").unlink(missing_ok=True)
-    summary["sample"] = complete(staged, recipe.sample) if recipe.sample.prompt else None
-    loss_plot, _ = plot_loss(run_dir, recipe, command), plot_gates(run_dir, recipe, command)
-    if loss_plot is not None:
-        shutil.copy(loss_plot, staged / "loss.png")
-    (staged / "README.md").write_text(model_card(recipe, summary, command, summary["sample"]), encoding="utf-8")
+    share(staged)
     shutil.rmtree(run_dir / "model", ignore_errors=True)
     os.replace(staged, run_dir / "model")
     checkpoints.clear_staging(run_dir)
-    write_atomically(run_dir / "summary.json", json.dumps(summary, indent=1, default=str).encode())
-    return summary
+    return run_dir / "model"
+
+
+@contextmanager
+def _optional(what: str, notes: list[str]) -> Iterator[None]:
+    """A finished training is not lost because something after it fails; the failure is told at the end."""
+    try:
+        yield
+    except Exception as error:
+        notes.append(f"{what} left out: {type(error).__name__}: {one_line(error, 200)}")
 
 
 def _summary(recipe: Recipe, data: PreparedData, trainer: RecipeTrainer, held_out: dict[str, float]) -> dict[str, Any]:
@@ -196,8 +245,8 @@ def _summary(recipe: Recipe, data: PreparedData, trainer: RecipeTrainer, held_ou
     return {
         "name": recipe.name,
         "mixer": model.config.mixer,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "data": json.loads((data.cache.directory / "index.json").read_text())["corpus"],
+        "parameters": model.num_parameters(),
+        "data": data.cache.index["corpus"],
         "steps": trainer.state.global_step,
         "tokens": trainer.state.global_step * recipe.training.batch_tokens,
         "held_out": held_out,
@@ -218,9 +267,12 @@ class RunFlow(TrainerCallback):
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.run_dir = run_dir
         self.stopped = False
+        alone_on_cpu = trainer.args.world_size == 1 and trainer.args.device.type == "cpu"
+        self.threads = Threads(recipe.training.threads, adapts=alone_on_cpu)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert_parameters_are_sharded(self.trainer)
+        self.trainer.follow_schedule()
         settings = self.recipe.training
         if self.writes:
             # A run without a checkpoint starts its log anew: what stands at step 0 is measured again below.
@@ -228,6 +280,7 @@ class RunFlow(TrainerCallback):
         self.bar = ProgressBar(settings.total_steps, state.global_step, settings.batch_tokens, self.writes)
         wanted = self.writes and self.recipe.logging.tensorboard
         self.board = TensorBoard(self.run_dir / "tensorboard", state.global_step + 1, wanted)
+        self._adapt_threads(now=True)
         if self._due(self.recipe.logging.gates_every, state.global_step) and state.global_step == 0:
             self._write_gates(0)
 
@@ -241,6 +294,7 @@ class RunFlow(TrainerCallback):
             if step % logging.log_every == 0:
                 self.board.scalars("train", facts, step)
         self.bar.step(last.loss)
+        self._adapt_threads()
         if self._due(logging.gates_every, step):
             self._write_gates(step)
         if self._due(logging.evaluate_every, step) and step < state.max_steps:
@@ -254,6 +308,11 @@ class RunFlow(TrainerCallback):
         for thing in ("bar", "board"):
             if hasattr(self, thing):
                 getattr(self, thing).close()
+
+    def _adapt_threads(self, now: bool = False) -> None:
+        change = self.threads.adapt(now=now)
+        if change is not None and self.writes and not bars.silent:
+            tqdm.write(change, file=sys.stderr)
 
     @staticmethod
     def _due(every: int, step: int) -> bool:

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mdn.common.files import exclusive_lock
+from mdn.common.errors import one_line
+from mdn.common.files import exclusive_lock, read_json
 from mdn.training.recipe import TokenizerSettings
 
 END_OF_TEXT = "<|endoftext|>"
@@ -114,6 +115,8 @@ def prepare_tokenizer(
     made_from = {**settings.model_dump(), "corpus": corpus_key if settings.kind == "bpe" else ""}
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     directory = cache_dir / f"tokenizer-{settings.kind}-{key}"
+    if (directory / "tokenizer_config.json").is_file():
+        return directory
     with exclusive_lock(cache_dir / f"{directory.name}.lock"):
         if not (directory / "tokenizer_config.json").is_file():
             partial = cache_dir / f".{directory.name}.partial"
@@ -153,9 +156,12 @@ class Encoder:
     """Turns texts into arrays of ids. Built from a tokenizer directory, cheaply enough for every worker process."""
 
     def __init__(self, directory: Path) -> None:
-        config = json.loads((directory / "tokenizer_config.json").read_text())
+        config = read_json(directory / "tokenizer_config.json")
         file = directory / "tokenizer.json"
-        self.tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
+        try:
+            self.tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
+        except Exception as error:
+            raise ValueError(f"tokenizer {file} cannot be read: {one_line(error)}; delete {directory}") from None
         if self.tokenizer is not None:
             end = config["eos_token"]
             end_id = self.tokenizer.token_to_id(end["content"] if isinstance(end, dict) else end)

@@ -1,8 +1,9 @@
 """Tokenise once: a memory-mapped cache of token ids, keyed by the corpus' content and the tokenizer.
 
-    <cache>/<key>/shard-00000.bin   ids of consecutive documents, each followed by the end-of-text id (uint16 or uint32)
-    <cache>/<key>/shard-00000.npy   one row per document: start, tokens, bytes, digest, held_out; written after the .bin
-    <cache>/<key>/index.json        written last: with it the cache is whole, without it preparation goes on
+    <cache>/<key>/shard-00000.bin    ids of consecutive documents, each followed by the end-of-text id (uint16, uint32)
+    <cache>/<key>/shard-00000.json   the number of source documents it stands for, and the SHA-256 of its other files
+    <cache>/<key>/shard-00000.npy    one row per document: start, tokens, bytes, digest, held_out; written last
+    <cache>/<key>/index.json         the shards and all SHA-256; with it the cache is whole, without it work continues
 
 A shard is whole when its .npy is there, so a killed preparation resumes after its last whole shard. Which documents are
 held out depends on their content alone, so that copies of one text cannot be on both sides.
@@ -13,26 +14,28 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import mmap
 import os
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mdn.common.files import exclusive_lock, write_atomically
+from mdn.common.files import exclusive_lock, read_json, write_atomically
+from mdn.common.machine import available_cores
 from mdn.common.progress import progress
 from mdn.training.corpus import Corpus, Document, split_documents
 from mdn.training.recipe import DataSettings
 from mdn.training.tokenizer import Encoder
 
 DOCUMENT = np.dtype([("start", "<i8"), ("tokens", "<i8"), ("bytes", "<i8"), ("digest", "<u8"), ("held_out", "?")])
-FORMAT = 1
+FORMAT = 2
 SMALL_CORPUS = 4 << 20  # below this many bytes, starting worker processes takes longer than the work
 
 
@@ -47,7 +50,7 @@ def corpus_key(corpus: Corpus, settings: DataSettings) -> str:
 
 
 def cache_key(corpus: str, tokenizer: Path) -> str:
-    """Of the corpus' key and the tokenizer's own files."""
+    """Hash of the corpus' key and the tokenizer's files."""
     digest = hashlib.sha256(corpus.encode())
     for file in sorted(tokenizer.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
@@ -55,40 +58,93 @@ def cache_key(corpus: str, tokenizer: Path) -> str:
 
 
 class TokenCache:
-    """A whole cache, memory-mapped: `documents` (all, in order) and `read(document, begin, end)`."""
+    """A whole cache, memory-mapped: `documents` (all, in order) and `read(document, begin, end)`.
+
+    Everything is checked against the SHA-256 in the index: the tables here, the ids of a shard when it is first read.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        index = json.loads((directory / "index.json").read_text())
-        self.end_id: int = index["end_id"]
-        self.vocab_size: int = index["vocab_size"]
-        tables = [np.load(directory / f"{name}.npy") for name in index["shards"]]
-        self.shards = [_map(directory / f"{name}.bin", np.dtype(index["dtype"])) for name in index["shards"]]
-        for name, table, shard in zip(index["shards"], tables, self.shards, strict=True):
-            if int((table["tokens"] + 1).sum()) != len(shard):
-                raise ValueError(f"token cache {directory}: {name}.bin does not fit its table; delete the directory")
+        self.index = self._read_index()
+        self.end_id: int = self.index["end_id"]
+        self.vocab_size: int = self.index["vocab_size"]
+        names: list[str] = self.index["shards"]
+        tables = [np.load(io.BytesIO(self._checked(f"{name}.npy"))) for name in names]
         self.documents = np.concatenate(tables)
         self.shard_of = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+        self._shards: list[np.ndarray | None] = [None] * len(names)
+        for name in names:
+            self._check_size(f"{name}.bin")
 
     def read(self, document: int, begin: int, end: int) -> np.ndarray:
         """Ids `begin..end` of one document; its last id, at index `tokens`, is the end of text."""
         start = int(self.documents["start"][document])
-        return self.shards[self.shard_of[document]][start + begin : start + end]
+        return self._shard(int(self.shard_of[document]))[start + begin : start + end]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the memory maps, which would travel to a worker process as copies of the whole cache."""
+        return self.__dict__ | {"_shards": [None] * len(self._shards)}
+
+    def _shard(self, number: int) -> np.ndarray:
+        """The ids of one shard, whose content is checked once in every process that reads it."""
+        shard = self._shards[number]
+        if shard is None:
+            name = f"{self.index['shards'][number]}.bin"
+            content = self._checked(name)
+            dtype = np.dtype(self.index["dtype"])
+            shard = np.memmap(self.directory / name, dtype=dtype, mode="r") if content else np.empty(0, dtype)
+            self._shards[number] = shard
+        return shard
+
+    def _read_index(self) -> dict[str, Any]:
+        try:
+            index = read_json(self.directory / "index.json")
+            if index.pop("sha256", None) != _digest(index):
+                raise ValueError("its content has changed since it was written")
+        except ValueError as error:
+            raise self._damage("index.json", str(error)) from None
+        return index
+
+    def _check_size(self, name: str) -> int:
+        expected = self.index["files"][name]["bytes"]
+        try:
+            actual = (self.directory / name).stat().st_size
+        except OSError as error:
+            raise self._damage(name, error.strerror or str(error)) from None
+        if actual != expected:
+            raise self._damage(name, f"it has {actual} bytes instead of {expected}")
+        return actual
+
+    def _checked(self, name: str) -> bytes | mmap.mmap:
+        """The bytes of a file of the cache, verified."""
+        size = self._check_size(name)
+        with (self.directory / name).open("rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        if hashlib.sha256(content).hexdigest() != self.index["files"][name]["sha256"]:
+            raise self._damage(name, "its content has changed since it was written")
+        return content
+
+    def _damage(self, name: str, reason: str) -> ValueError:
+        return ValueError(
+            f"token cache {self.directory} is damaged: {name}: {reason}; delete that directory to make the cache again"
+        )
 
 
-def _map(path: Path, dtype: np.dtype) -> np.ndarray:
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+def _digest(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
-def prepare_tokens(
-    corpus: Corpus, settings: DataSettings, tokenizer: Path, cache_dir: Path, shard_bytes: int | None = None
-) -> TokenCache:
-    """The token cache of this corpus and tokenizer; made now if it is not whole yet, by one process at a time."""
-    directory = cache_dir / f"tokens-{cache_key(corpus_key(corpus, settings), tokenizer)}"
-    with exclusive_lock(cache_dir / f"{directory.name}.lock"):
-        if not (directory / "index.json").is_file():
-            directory.mkdir(parents=True, exist_ok=True)
-            _write_shards(corpus, settings, tokenizer, directory, shard_bytes or _shard_bytes(corpus))
+def prepare_tokens(corpus: Corpus, key: str, settings: DataSettings, tokenizer: Path, cache_dir: Path) -> TokenCache:
+    """The token cache of this corpus and tokenizer; made now if it is not whole yet, by one process at a time.
+
+    `key` is the corpus' `corpus_key`. A whole cache is only read, so it may lie where nobody can write.
+    """
+    directory = cache_dir / f"tokens-{cache_key(key, tokenizer)}"
+    if not (directory / "index.json").is_file():
+        with exclusive_lock(cache_dir / f"{directory.name}.lock"):
+            if not (directory / "index.json").is_file():
+                directory.mkdir(parents=True, exist_ok=True)
+                _write_shards(corpus, settings, tokenizer, directory)
     return TokenCache(directory)
 
 
@@ -97,20 +153,21 @@ def _shard_bytes(corpus: Corpus) -> int:
     return (1 << 20) if corpus.total_bytes is not None and corpus.total_bytes < (256 << 20) else (64 << 20)
 
 
-def _write_shards(corpus: Corpus, settings: DataSettings, tokenizer: Path, directory: Path, shard_bytes: int) -> None:
+def _write_shards(corpus: Corpus, settings: DataSettings, tokenizer: Path, directory: Path) -> None:
     names = _whole_shards(directory)
-    consumed = sum(json.loads((directory / f"{name}.json").read_text())["consumed"] for name in names)
+    consumed = sum(read_json(directory / f"{name}.json")["consumed"] for name in names)
     total = min(filter(None, (corpus.total_bytes, settings.max_bytes)), default=None)
     done = sum(int(np.load(directory / f"{name}.npy")["bytes"].sum()) for name in names)
     encoder = Encoder(tokenizer)
     title = f"tokenise {corpus.name}"[:40]
     with progress(total=total, initial=done, unit="B", unit_scale=True, desc=title) as bar:
-        batches = _batches(split_documents(corpus, settings, consumed), shard_bytes, settings.max_bytes, done)
+        batches = _batches(split_documents(corpus, settings, consumed), _shard_bytes(corpus), settings.max_bytes, done)
         for name, size in _encode_all(batches, len(names), tokenizer, directory, _workers(corpus, settings)):
             names.append(name)
             bar.update(size)
     if not names:
         raise ValueError(f"data: {corpus.name} holds no text")
+    facts = [read_json(directory / f"{name}.json")["files"] for name in names]
     index = {
         "format": FORMAT,
         "shards": names,
@@ -118,14 +175,15 @@ def _write_shards(corpus: Corpus, settings: DataSettings, tokenizer: Path, direc
         "end_id": encoder.end_id,
         "vocab_size": encoder.vocab_size,
         "corpus": corpus.name,
+        "files": {file: of_file for files in facts for file, of_file in files.items()},
     }
-    write_atomically(directory / "index.json", json.dumps(index, indent=1).encode())
+    write_atomically(directory / "index.json", json.dumps(index | {"sha256": _digest(index)}, indent=1).encode())
 
 
 def _workers(corpus: Corpus, settings: DataSettings) -> int:
     if corpus.total_bytes is not None and corpus.total_bytes < SMALL_CORPUS:
         return 1
-    return settings.workers or min(len(os.sched_getaffinity(0)), 16)
+    return settings.workers or min(available_cores(), 16)
 
 
 def _whole_shards(directory: Path) -> list[str]:
@@ -196,11 +254,11 @@ def _start_process(tokenizer: Path) -> None:
     """A worker leaves Ctrl-C to its parent and does not outlive it, even when the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = os.getppid()
+    parent = parent_process()
+    assert parent is not None
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -218,11 +276,17 @@ def _encode_shard(directory: Path, name: str, batch: list[Document], consumed: i
     table["bytes"] = [document.size for document in batch]
     table["digest"] = [document.digest for document in batch]
     table["held_out"] = [document.held_out for document in batch]
-    write_atomically(
-        directory / f"{name}.bin", np.concatenate([part for ids in encoded for part in (ids, end)]).tobytes()
-    )
-    write_atomically(directory / f"{name}.json", json.dumps({"consumed": consumed}).encode())
     buffer = io.BytesIO()
     np.save(buffer, table)
-    write_atomically(directory / f"{name}.npy", buffer.getvalue())
+    contents = {
+        f"{name}.bin": np.concatenate([part for ids in encoded for part in (ids, end)]).tobytes(),
+        f"{name}.npy": buffer.getvalue(),
+    }
+    files = {
+        file: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for file, content in contents.items()
+    }
+    write_atomically(directory / f"{name}.bin", contents[f"{name}.bin"])
+    write_atomically(directory / f"{name}.json", json.dumps({"consumed": consumed, "files": files}).encode())
+    write_atomically(directory / f"{name}.npy", contents[f"{name}.npy"])
     return int(table["bytes"].sum())

@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
+from mdn.common.errors import one_line
 from mdn.training import checkpoints
 from mdn.training.checkpoints import Checkpoint
 from mdn.training.monitor import NonFiniteError, explain
@@ -201,6 +202,15 @@ class RecipeTrainer(Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return self._decayed
 
+    def follow_schedule(self) -> None:
+        """Give the optimiser the rate of this recipe's schedule; it has been loaded with that of the checkpoint's.
+
+        They differ only when a run is lengthened.
+        """
+        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)  # accelerate wraps it
+        for group, base, factor in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
+            group["lr"] = base * factor(scheduler.last_epoch)
+
     # ---- the loss of a step, and the guard
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
@@ -278,12 +288,16 @@ class RecipeTrainer(Trainer):
 
 def _cannot_write(name: str, run_dir: Path, error: Exception) -> OSError:
     """The one line for a full disk or a directory that cannot be written; nothing half-written stays behind."""
+    written = sum(path.stat().st_size for path in (run_dir / checkpoints.STAGING).rglob("*") if path.is_file())
+    free = shutil.disk_usage(run_dir).free
+    reason = f"{one_line(error, 300)}; {free / 1e9:.1f} GB are free there"
+    # torch and safetensors do not pass on the system's "no space left"; less free space than what was just written does
+    if free < max(written, 1 << 20) and "disk is full" not in reason:
+        reason = f"the disk is full ({reason})"
     checkpoints.clear_staging(run_dir)
     kept = [path.name for path in checkpoints.all_paths(run_dir)]
-    free = shutil.disk_usage(run_dir).free
-    reason = " ".join(str(error).split())[:300]
     return OSError(
-        f"{name} could not be written in {run_dir} ({reason}); {free / 1e9:.1f} GB are free there; "
+        f"{name} could not be written in {run_dir}: {reason}; "
         f"{'the last good checkpoint is ' + kept[-1] if kept else 'there is no earlier checkpoint'}"
     )
 
