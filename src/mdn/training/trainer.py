@@ -208,8 +208,10 @@ class RecipeTrainer(Trainer):
         They differ only when a run is lengthened.
         """
         scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)  # accelerate wraps it
-        for group, base, factor in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
-            group["lr"] = base * factor(scheduler.last_epoch)
+        rates = [base * at(scheduler.last_epoch) for base, at in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+        scheduler._last_lr = rates  # what the engine reports as the rate of the coming step
+        for group, rate in zip(scheduler.optimizer.param_groups, rates):
+            group["lr"] = rate
 
     # ---- the loss of a step, and the guard
 
