@@ -17,7 +17,7 @@ from mdn.common.files import read_json, sha256_of
 from mdn.common.loading import import_plugins, load_model, load_tokenizer, resolve_model
 from mdn.common.machine import physical_memory
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
-from mdn.models.sources import shipped_configs
+from mdn.models.info import shipped_configs
 from mdn.training.recipe import Recipe
 
 # Entries of a JSON config that say what it is, not what the model looks like.
