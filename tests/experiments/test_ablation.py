@@ -6,15 +6,16 @@ import random
 import pytest
 import torch
 
-from mdn.bench.paper_form import log_domain_coefficients
+from mdn.bench.paper_form import log_domain_coefficients, masked_coefficients, paper_chunk_momentum_delta_rule
 from mdn.cli import main
 from mdn.common.results import read_results
 from mdn.experiments import ablation
 from mdn.experiments.ablation import EXACT, PAPER, ROWS, AblationCell, AblationScale, ablation_cells, choose_rows
 from mdn.experiments.ablation_results import summarise, tables
 from mdn.experiments.grid import run_cell
-from mdn.experiments.paper_arithmetic import masked_coefficients, paper_arithmetic
+from mdn.experiments.paper_backend import paper_backend
 from mdn.layers import MomentumDeltaNet
+from mdn.ops import chunk_momentum_delta_rule
 from mdn.training.monitor import NonFiniteError
 
 
@@ -137,10 +138,50 @@ def test_the_papers_arithmetic_agrees_with_the_exact_form_where_it_is_well_condi
     layer = MomentumDeltaNet(32, 8, 2, expand_v=1, min_log_mu=-0.05, layer_idx=0).eval()
     hidden = torch.randn(1, 40, 32)
     exact = layer(hidden)
-    with paper_arithmetic():
+    layer.rule.backend = "paper"
+    with paper_backend():
         paper = layer(hidden)
     assert not torch.equal(exact, paper)  # it is other arithmetic
     torch.testing.assert_close(exact, paper, rtol=1e-3, atol=1e-4)
+
+
+def test_the_papers_backend_is_refused_where_nobody_registered_it():
+    inputs = make_rule_inputs()
+    with pytest.raises(ValueError, match=r"backend must be one of .*, got 'paper'"):
+        chunk_momentum_delta_rule(**inputs, backend="paper")
+
+
+def make_rule_inputs():
+    """Well-conditioned for the paper's form: mu falls slower than alpha."""
+    torch.manual_seed(0)
+    vectors = {name: torch.randn(2, 70, 2, 8) for name in ("q", "k", "v")}
+    gates = {"log_alpha": -0.1 * torch.rand(2, 70, 2), "log_mu": -0.05 * torch.rand(2, 70, 2)}
+    return vectors | gates | {"beta": 0.5 * torch.rand(2, 70, 2), "eta": torch.rand(2, 70, 2)}
+
+
+def test_gradients_of_the_papers_backend_are_those_of_its_formula():
+    inputs = {name: x.requires_grad_() for name, x in make_rule_inputs().items()}
+    with paper_backend():
+        o, _ = chunk_momentum_delta_rule(**inputs, backend="paper")
+        grads = torch.autograd.grad(o.square().sum(), list(inputs.values()))
+    formula = paper_chunk_momentum_delta_rule(**inputs).o
+    torch.testing.assert_close(o, formula)
+    for grad, expected in zip(grads, torch.autograd.grad(formula.square().sum(), list(inputs.values()))):
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seqlens": torch.tensor([0, 10, 70])}, "cu_seqlens must be None"),
+        ({"initial_state": torch.zeros(2, 1, 2, 8, 8)}, "initial_state must be None"),
+        ({"use_p_times_alpha": False}, "needs p = alpha k"),
+    ],
+)
+def test_the_papers_backend_refuses_what_it_cannot_do(changes, message):
+    inputs = {name: x[:1] for name, x in make_rule_inputs().items()}
+    with paper_backend(), pytest.raises(ValueError, match=message):
+        chunk_momentum_delta_rule(**inputs, **changes, backend="paper")
 
 
 def test_ablate_prints_a_table_and_writes_figure_and_results(tmp_path, scale, capsys):

@@ -36,30 +36,26 @@ def _array(x: Tensor) -> np.ndarray:
 
 @contextmanager
 def _recording(layers: list[MomentumDeltaNet]) -> Iterator[list[LayerRecord]]:
-    """Puts a listener before every layer's ``run``, which receives keys after the convolution."""
+    """Hooks on the layers' rule, which receives keys after the convolution and the gates."""
     records: list[LayerRecord] = []
 
-    def listen(layer: MomentumDeltaNet) -> Any:
-        inner = layer.run
-
-        def run(q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, *rest: Any) -> Tensor:
-            gates = layer.gates(hidden_states)
+    def hook_of(layer: MomentumDeltaNet) -> Any:
+        def hook(module: nn.Module, args: tuple[()], inputs: dict[str, Any], output: Any) -> None:
+            gates = inputs["gates"]
             sample = GateSample(
                 *(_array(x) for x in (gates.log_alpha.exp(), gates.beta, gates.log_mu.exp(), gates.eta))
             )
-            keys = l2norm(k.double()).repeat_interleave(layer.num_v_heads // layer.num_heads, dim=2)
+            keys = l2norm(inputs["k"].double()).repeat_interleave(layer.num_v_heads // layer.num_heads, dim=2)
             records.append(LayerRecord(int(layer.layer_idx or 0), sample, _array(keys)))
-            return inner(q, k, v, hidden_states, *rest)
 
-        return run
+        return hook
 
-    for layer in layers:
-        layer.run = listen(layer)  # type: ignore[method-assign]
+    handles = [layer.rule.register_forward_hook(hook_of(layer), with_kwargs=True) for layer in layers]
     try:
         yield records
     finally:
-        for layer in layers:
-            del layer.run  # the class's own method shows again
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ def accuracy_table(values: tuple[float, ...] = LOG_MU) -> list[dict[str, float]]
 def _outputs(inputs: PeerInputs) -> dict[str, Tensor]:
     outputs = {
         RECURRENCE: recurrent_momentum_delta_rule(**inputs)[0],
-        PAPER_SOLVE: paper_chunk_momentum_delta_rule(**inputs, library_solve=True),
+        PAPER_SOLVE: paper_chunk_momentum_delta_rule(**inputs, library_solve=True).o,
         OURS: chunk_momentum_delta_rule(**inputs, backend="torch")[0],
     }
     if why_not("cpu", inputs["q"]) is None:

@@ -78,7 +78,7 @@ def _ours(backend: str) -> Forward:
 
 
 def _paper(library_solve: bool) -> Forward:
-    return lambda x: paper_chunk_momentum_delta_rule(**x, library_solve=library_solve)
+    return lambda x: paper_chunk_momentum_delta_rule(**x, library_solve=library_solve).o
 
 
 def _first_order(x: PeerInputs) -> Tensor:

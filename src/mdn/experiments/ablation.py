@@ -20,7 +20,7 @@ import torch
 
 from mdn.analysis.products import running_growth, shares_over
 from mdn.analysis.recording import LayerRecord, record_model
-from mdn.experiments.paper_arithmetic import paper_arithmetic
+from mdn.experiments.paper_backend import PAPER_BACKEND, paper_backend
 from mdn.training.dataset import prepare_data
 from mdn.training.monitor import NonFiniteError, read_metrics
 from mdn.training.recipe import Recipe, validate
@@ -141,7 +141,7 @@ class AblationCell:
                 "name": self.name,
                 "output": str(out / self.name),
                 "seed": self.seed,
-                "model": SMALL | ROWS[self.row].model,
+                "model": SMALL | ROWS[self.row].model | ({} if exact else {"backend": PAPER_BACKEND}),
                 # Documents follow one another without a reset: the paper's form has no packs, all rows see the same.
                 "data": {
                     **({"source": "stdlib"} if scale.text is None else {"source": "files", "paths": [scale.text]}),
@@ -190,7 +190,7 @@ def train_ablation(cell: AblationCell, out: Path) -> dict[str, Any]:
         "diverged": None,
     }
     try:
-        with paper_arithmetic() if cell.arithmetic == PAPER else nullcontext():
+        with paper_backend() if cell.arithmetic == PAPER else nullcontext():
             outcome = train(recipe)
         if outcome.summary is None:
             raise KeyboardInterrupt
