@@ -108,6 +108,8 @@ def test_a_batch_without_any_target_has_zero_gradients_when_the_trainer_counts()
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradient_checkpointing_gives_identical_gradients(name, reentrant):
+    if name == "rwkv7" and reentrant:
+        pytest.skip("refused: the layers share values, whose gradients would be lost")
     model = small_model(name).train()
     ids = tokens(2, 20)
     loss, expected = gradients(model, input_ids=ids, labels=ids)

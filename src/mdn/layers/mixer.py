@@ -53,6 +53,8 @@ class Mixer(nn.Module):
     """names of its own parameters that weight decay should leave alone"""
     cache_type: ClassVar[str] = RECURRENT_LAYER_TYPE
     """the kind of cache layer it needs, an entry of the config's ``layer_types``"""
+    shares_values: ClassVar[bool] = False
+    """later layers read what this one leaves in ``layout.shared``, and gradients flow back through it"""
     config_names: ClassVar[dict[str, str]] = {}
     """arguments of the constructor that the config calls by another name"""
     own_defaults: ClassVar[tuple[str, ...]] = ()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -98,6 +98,8 @@ class HeadGroupNorm(nn.GroupNorm):
 
 class RWKV7Attention(Mixer):
     """``num_hidden_layers`` and ``first_layer`` matter for the initial values of parameters and for ``v_first``."""
+
+    shares_values: ClassVar[bool] = True
 
     def __init__(
         self,

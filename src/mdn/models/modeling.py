@@ -110,6 +110,18 @@ class MomentumDeltaNetPreTrainedModel(PreTrainedModel):
             if getattr(module, name, None) is not None
         ]
 
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """As in transformers, but a form that would lose gradients is refused."""
+        shares = any(isinstance(module, Mixer) and module.shares_values for module in self.modules())
+        if shares and (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError(
+                f"use_reentrant=True loses gradients with mixer={self.config.mixer!r}, whose layers share values; "
+                "give gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, *args, **kwargs)
+
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Files get the permissions that the umask allows (safetensors' own are readable by their owner only)."""
         super().save_pretrained(save_directory, *args, **kwargs)
