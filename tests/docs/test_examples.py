@@ -39,6 +39,12 @@ def test_decoding_with_slots_agrees_with_the_definition(tmp_path):
     assert max(errors) < 2e-6
 
 
+def test_a_new_mixer_passes_the_checks_and_generates(tmp_path):
+    out = run(EXAMPLES / "new_mixer.py", cwd=tmp_path)
+    assert "without leaks" in out
+    assert "tensor([[1, 2, 3," in out
+
+
 def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     cells = json.loads((EXAMPLES / "momentum.ipynb").read_text())["cells"]
     source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
