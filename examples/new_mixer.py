@@ -6,8 +6,8 @@
     s_t = a_t s_{t-1} + (1 - a_t) v_t   moving average of v_t = W_v x_t
     y_t = W_o s_t
 
-It is scalar-decay linear attention with K = 1, so the library's rule computes it: in chunks, over packs, with states. The
-mixer only has to hand over the boundaries (``layout``) and its state. ``check_mixer`` proves that it did.
+It is scalar-decay linear attention with K = 1, so the library's rule computes it: in chunks, over packs, with states.
+The mixer only has to hand over the boundaries (``layout``) and its state. ``check_mixer`` proves that it did.
 """
 
 import torch
@@ -68,7 +68,9 @@ def main() -> None:
     check_mixer(MovingAverage, hidden_size=32)
     print("causal, packs and pads without leaks, decodes what it trained")
     torch.manual_seed(0)
-    config = MomentumDeltaNetConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, mixer="moving_average")
+    config = MomentumDeltaNetConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=4, mixer="moving_average"
+    )
     model = MomentumDeltaNetForCausalLM(config)
     print(model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False))
 
