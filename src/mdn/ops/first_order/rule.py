@@ -77,7 +77,7 @@ class Rule:
         """The chunkwise form, on the backend that was requested or is best."""
         check_hints(hints)
         inputs.check_chunk_size(chunk_size)
-        scale = self._check(tensors, shared.scale, rank=4)
+        scale = self.check(tensors, shared.scale)
         inputs.check_gate_values(tensors, self.arguments)
         chosen = self.backend_for(tensors, backend)
         if chosen == "fla":
@@ -97,7 +97,7 @@ class Rule:
 
     def recurrent(self, tensors: FirstOrderTensors, shared: SharedArguments) -> FirstOrderOutput:
         """The definition."""
-        scale = self._check(tensors, shared.scale, rank=4)
+        scale = self.check(tensors, shared.scale)
         inputs.check_gate_values(tensors, self.arguments)
         prepared = self._prepare(tensors, scale, shared.use_qk_l2norm_in_kernel)
         return _finish(recurrent_form(prepared, *self._initial_state(tensors, shared)), tensors.v, shared)
@@ -114,7 +114,7 @@ class Rule:
         normalise: bool = False,
     ) -> Tensor:
         """One token, ``[B, H, D]``; ``state`` ``[slots, HV, K, V]`` changes in place. Returns o ``[B, HV, V]``."""
-        scale = self._check(tensors, scale, rank=3)
+        scale = self.check(tensors, scale, rank=3)
         if check_gates:
             inputs.check_gate_values(tensors, self.arguments)
         slots = inputs.check_step_state(state, tensors, state_indices, read=check_gates)
@@ -139,8 +139,8 @@ class Rule:
 
     # ------------------------------------------------------------------------------------------------------- the parts
 
-    def _check(self, tensors: FirstOrderTensors, scale: float | None, rank: int) -> float:
-        """Everything but values and states; returns the scale as a number."""
+    def check(self, tensors: FirstOrderTensors, scale: float | None, rank: int = 4) -> float:
+        """Check everything but values and states; returns the scale as a number."""
         inputs.check_tensors(tensors, self.arguments, self.optional, rank)
         inputs.check_gate_shapes(tensors, self.arguments, self.vector)
         return check_scale(scale, tensors.q)

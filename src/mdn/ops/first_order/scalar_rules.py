@@ -84,6 +84,7 @@ def chunk_linear_attn(
     def rule(tensors: FirstOrderTensors, shared: SharedArguments) -> FirstOrderOutput:
         return LINEAR_ATTN.chunk(tensors, shared, chunk_size, backend, hints)
 
+    LINEAR_ATTN.check(tensors, scale)
     if LINEAR_ATTN.backend_for(tensors, backend) == "fla":
         return LinearAttentionOutput(*rule(tensors, shared))
     return _linear_attention(rule, tensors, shared)
@@ -100,8 +101,10 @@ def recurrent_linear_attn(
     cu_seqlens: Tensor | SequenceBoundaries | None = None,
 ) -> LinearAttentionOutput:
     """The definition of ``chunk_linear_attn``, token by token."""
+    tensors = FirstOrderTensors(q, k, v)
+    LINEAR_ATTN.check(tensors, scale)
     shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, normalize=normalize)
-    return _linear_attention(LINEAR_ATTN.recurrent, FirstOrderTensors(q, k, v), shared)
+    return _linear_attention(LINEAR_ATTN.recurrent, tensors, shared)
 
 
 def linear_attn_step(
@@ -145,15 +148,26 @@ def _linear_attention(
         return LinearAttentionOutput(*rule(tensors, shared))
     dtype = torch.promote_types(v.dtype, torch.float32)
     values = torch.cat([v.to(dtype), v.new_ones(*v.shape[:-1], 1, dtype=dtype)], -1)
-    if state is not None:
-        S, z = state if isinstance(state, tuple) else (state, state.new_zeros(state.shape[0], 1, *state.shape[1:3]))
-        z = expand_heads(z, v.shape[2])[:, 0].unsqueeze(-1)
-        state = torch.cat([S, z.to(S.dtype)], -1)
+    state = None if state is None else _with_normaliser(state, v.shape[2])
     o, final = rule(tensors._replace(v=values), shared._replace(initial_state=state))
     o = o[..., :-1] / (o[..., -1:] + EPSILON)
     return LinearAttentionOutput(
         o.to(v.dtype), None if final is None else (final[..., :-1], final[..., -1].unsqueeze(1))
     )
+
+
+def _with_normaliser(state: LinearState, heads: int) -> Tensor:
+    """``[N, HV, K, V + 1]`` from S ``[N, HV, K, V]`` and z ``[N, 1, HV or H, K]``; S alone starts with z = 0."""
+    S, z = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    if not isinstance(S, Tensor) or S.dim() != 4:
+        given = list(S.shape) if isinstance(S, Tensor) else type(S).__name__
+        raise ValueError(f"initial_state must be S [N, HV, K, V] or the pair (S, z [N, 1, HV, K]), got {given}")
+    if z is None:
+        z = S.new_zeros(S.shape[0], 1, *S.shape[1:3])
+    if not isinstance(z, Tensor) or z.dim() != 4 or (*z.shape[:2], z.shape[3]) != (S.shape[0], 1, S.shape[2]):
+        given = list(z.shape) if isinstance(z, Tensor) else type(z).__name__
+        raise ValueError(f"initial_state must be a pair (S, z) with z {[S.shape[0], 1, *S.shape[1:3]]}, got z {given}")
+    return torch.cat([S, expand_heads(z, heads)[:, 0].unsqueeze(-1).to(S.dtype)], -1)
 
 
 # --------------------------------------------------------------------------------------------------------- simple GLA

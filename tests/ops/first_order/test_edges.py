@@ -1,0 +1,240 @@
+"""The edges of the first-order rules: bad arguments, non-finite numbers, meta tensors, autocast, derivatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from first_order_cases import RULES, VECTOR, arguments, chunk, random_state, recurrent, step
+from mdn.ops import SequenceBoundaries
+
+SCALAR = [rule for rule in RULES if rule not in VECTOR]
+BACKENDS = [(rule, "torch") for rule in RULES] + [(rule, "cpu") for rule in SCALAR]
+ON_EVERY_BACKEND = pytest.mark.parametrize(("rule", "backend"), BACKENDS)
+
+
+def query(rule: str) -> str:
+    return "r" if rule == "rwkv7" else "q"
+
+
+def token(rule: str, **sizes: Any) -> dict[str, Tensor]:
+    """One token of two rows, float32."""
+    return {name: x[:, 0] for name, x in arguments(rule, T=1, dtype=torch.float32, **sizes).items()}
+
+
+def slots(count: int) -> Tensor:
+    return torch.zeros(count, 2, 8, 6)
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"chunk_size": -5}, "chunk_size must be a power of two, got -5"),
+        ({"chunk_size": 0}, "chunk_size must be a power of two, got 0"),
+        ({"chunk_size": 48}, "chunk_size must be a power of two, got 48"),
+        ({"chunk_size": 16.0}, "chunk_size must be a power of two, got 16.0"),
+        ({"scale": float("nan")}, "scale must be a finite number"),
+        (
+            {"initial_state": torch.zeros(2, 2, 8, 6, dtype=torch.int64)},
+            "initial_state must be a floating-point tensor",
+        ),
+        (
+            {"initial_state": torch.zeros(3, 2, 8, 6)},
+            r"initial_state must have shape \[2, 2, 8, [67]\], got \[3, 2, 8,",
+        ),
+        ({"k": None}, "k must be a torch.Tensor, got NoneType"),
+        ({"v": "v"}, "v must be a torch.Tensor, got str"),
+    ],
+)
+def test_bad_arguments_of_a_chunkwise_form_are_named(rule: str, backend: str, wrong: dict[str, Any], message: str):
+    tensors = arguments(rule, T=5, dtype=torch.float32)
+    with pytest.raises(ValueError, match=message):
+        chunk(rule)(**tensors | wrong, backend=backend)
+
+
+@ON_EVERY_BACKEND
+def test_heads_without_dimensions_are_refused(rule: str, backend: str):
+    tensors = arguments(rule, T=5, dtype=torch.float32, K=0)
+    with pytest.raises(ValueError, match="head dimensions must be positive, got K = 0"):
+        chunk(rule)(**tensors, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_size_that_is_not_finite_is_refused(backend: str, value: float):
+    tensors = arguments("delta_rule", T=5, dtype=torch.float32)
+    tensors["beta"][1, 2, 0] = value
+    with pytest.raises(ValueError, match="beta must be finite"):
+        chunk("delta_rule")(**tensors, backend=backend)
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"state_indices": torch.tensor([1, 1])}, "state_indices must be distinct"),
+        ({"state_indices": torch.tensor([0.9, 1.0])}, "state_indices must be an int64 or int32 tensor"),
+        ({"state_indices": torch.tensor([True, False])}, "state_indices must be an int64 or int32 tensor"),
+        ({"state_indices": torch.tensor([0, 5])}, r"state_indices must lie in 0\.\.4, got 5"),
+        ({"state_indices": torch.tensor([-1, 0])}, r"state_indices must lie in 0\.\.4, got -1"),
+        ({"state_indices": torch.tensor([0, 1, 2])}, r"state_indices must have shape \[2\], got \[3\]"),
+        ({"state_indices": None}, r"state must have shape \[2, 2, 8, 6\].*got \[5, 2, 8, 6\]"),
+        ({"state": slots(5).double()}, "state must be torch.float32 to be updated in place, got torch.float64"),
+        ({"state": slots(5).long()}, "state must be torch.float32 to be updated in place, got torch.int64"),
+        ({"state": slots(5)[:, :, :7]}, r"state must have shape .* got \[5, 2, 7, 6\]"),
+        ({"state": slots(1).expand(5, 2, 8, 6)}, "state must not overlap itself"),
+        ({"state": None}, "state must be a torch.Tensor, got NoneType"),
+        ({"scale": float("inf")}, "scale must be a finite number"),
+    ],
+)
+def test_a_step_refuses_states_and_slots_that_it_cannot_update(
+    rule: str, backend: str, wrong: dict[str, Any], message: str
+):
+    given = {"state": slots(5), "state_indices": torch.tensor([3, 1])} | wrong
+    with pytest.raises(ValueError, match=message):
+        step(rule)(**token(rule), **given, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("rule", "backend"), [case for case in BACKENDS if case[0] not in ("linear_attn", "delta_rule")]
+)
+def test_a_step_refuses_decays_above_one(rule: str, backend: str):
+    tensors, name = token(rule, gates="mild"), "w" if rule == "rwkv7" else "g"
+    state = slots(2)
+    with pytest.raises(ValueError, match=f"{name} must hold logarithms of decays, all <= 0"):
+        step(rule)(**tensors | {name: -tensors[name]}, state=state, backend=backend)
+    assert not state.any()
+    step(rule)(**tensors | {name: -tensors[name]}, state=state, backend=backend, check_gates=False)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_runs_on_the_backend_that_was_requested(rule: str, monkeypatch: pytest.MonkeyPatch):
+    def kernel(*arguments: Any, **options: Any) -> Tensor:
+        raise RuntimeError("the native kernel was called")
+
+    monkeypatch.setattr("mdn.ops.cpu.first_order_step_", kernel)
+    step(rule)(**token(rule), state=slots(2), backend="torch")
+    with pytest.raises(ValueError, match="backend='fla' cannot be used here: FLA has no step"):
+        step(rule)(**token(rule), state=slots(2), backend="fla")
+    with pytest.raises(ValueError, match="triton"):
+        step(rule)(**token(rule), state=slots(2), backend="triton")
+    if rule in VECTOR:
+        with pytest.raises(ValueError, match="the native kernel has no decay per key dimension"):
+            step(rule)(**token(rule), state=slots(2), backend="cpu")
+    else:
+        with pytest.raises(RuntimeError, match="the native kernel was called"):
+            step(rule)(**token(rule, V=5), state=torch.zeros(2, 2, 8, 5), backend="cpu")
+
+
+@pytest.mark.parametrize("rule", SCALAR)
+def test_steps_on_both_backends_agree_for_slots_in_a_strided_state(rule: str):
+    tensors, indices = token(rule), torch.tensor([4, 0], dtype=torch.int32)
+    pool = torch.randn(2, 5, 8, 6, generator=torch.Generator().manual_seed(1)).transpose(0, 1)
+    found = {}
+    for backend in ("torch", "cpu"):
+        state = torch.empty_strided(pool.shape, pool.stride()).copy_(pool)
+        o = step(rule)(**tensors, state=state, state_indices=indices, backend=backend)
+        found[backend] = o, state
+    for x, y in zip(found["torch"], found["cpu"], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [None, [5, 0, 40, 25]])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("damaged", ["k", "v"])
+@ON_EVERY_BACKEND
+def test_a_number_that_is_not_finite_does_no_harm_to_earlier_tokens(
+    rule: str, backend: str, damaged: str, value: float, lengths: list[int] | None
+):
+    boundaries = None if lengths is None else SequenceBoundaries.from_lengths(lengths)
+    tensors = arguments(rule, B=2 if lengths is None else 1, T=70, H=2, HV=4, dtype=torch.float32)
+    tensors[damaged][0, 33, 1, 2] = value
+    options = {"output_final_state": True, "cu_seqlens": boundaries}
+    if rule == "linear_attn":
+        options["normalize"] = False
+    found, state = chunk(rule)(**tensors, **options, backend=backend)
+    expected, expected_state = recurrent(rule)(**tensors, **options)
+    unharmed = expected.isfinite()
+    assert not unharmed.all()
+    assert torch.equal(found.isfinite(), unharmed)
+    torch.testing.assert_close(found[unharmed], expected[unharmed], rtol=1e-4, atol=1e-4)
+    read, expected_read = state.sum(2).isfinite(), expected_state.sum(2).isfinite()  # as any query sees it
+    assert torch.equal(read, expected_read)
+
+
+def test_earlier_tokens_keep_their_gradients_when_a_later_one_is_not_finite():
+    tensors = arguments("gated_delta_rule", T=40)
+    leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+    clean = torch.autograd.grad(chunk("gated_delta_rule")(**leaves).o[:, :20].sum(), list(leaves.values()))
+    damaged = dict(leaves)
+    damaged["v"] = leaves["v"].detach().clone().index_fill_(1, torch.tensor([30]), float("nan")).requires_grad_()
+    found = torch.autograd.grad(chunk("gated_delta_rule")(**damaged).o[:, :20].sum(), list(damaged.values()))
+    for x, y in zip(found, clean, strict=True):
+        torch.testing.assert_close(x[:, :20], y[:, :20])
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("rule", ["simple_gla", "gated_delta_rule", "kda", "rwkv7"])
+def test_derivatives_that_a_chunkwise_form_does_not_have_raise_and_name_the_way_out(rule: str, backend: str):
+    backend = "torch" if rule in VECTOR else backend
+    tensors = arguments(rule, T=5, dtype=torch.float32)
+    v = tensors.pop("v")
+
+    def compute(v: Tensor) -> Tensor:
+        return chunk(rule)(**tensors, v=v, backend=backend).o
+
+    with pytest.raises(NotImplementedError, match=f"does not support torch.func transforms; recurrent_{rule} does"):
+        torch.func.jvp(compute, (v,), (v,))
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=f"forward-mode derivatives; recurrent_{rule} does"),
+    ):
+        compute(forward_ad.make_dual(v, v))
+    o, tangent = torch.func.jvp(lambda v: recurrent(rule)(**tensors, v=v).o, (v,), (v,))
+    torch.testing.assert_close(tangent, o)  # all rules are linear in v
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_meta_tensors_have_shapes_in_every_form(rule: str):
+    tensors = {name: x.to("meta") for name, x in arguments(rule, T=5, dtype=torch.float32).items()}
+    for form in (chunk, recurrent):
+        o, state = form(rule)(**tensors, output_final_state=True)
+        assert o.shape == (2, 5, 2, 6)
+        assert o.is_meta
+        assert (state[0] if isinstance(state, tuple) else state).shape == (2, 2, 8, 6)
+    one = {name: x[:, 0] for name, x in tensors.items()}
+    assert step(rule)(**one, state=slots(2).to("meta")).shape == (2, 2, 6)
+
+
+@ON_EVERY_BACKEND
+def test_autocast_does_not_change_a_step(rule: str, backend: str):
+    states = [random_state(rule, 2, dtype=torch.float32) for _ in range(2)]
+    states = [state[0] if isinstance(state, tuple) else state for state in states]
+    plain = step(rule)(**token(rule), state=states[0], backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = step(rule)(**token(rule), state=states[1], backend=backend)
+    assert torch.equal(plain, inside)
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu"])
+def test_values_in_float32_keep_their_precision_beside_keys_in_bfloat16(backend: str):
+    tensors = arguments("simple_gla", dtype=torch.float32)
+    mixed = tensors | {"q": tensors["q"].bfloat16(), "k": tensors["k"].bfloat16()}
+    exact, _ = recurrent("simple_gla")(**{name: x.double() for name, x in mixed.items()})
+    found, _ = chunk("simple_gla")(**mixed, backend=backend)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_gates_and_states_in_float64_are_taken_beside_float32_inputs():
+    tensors = arguments("gated_delta_rule", dtype=torch.float32)
+    wide = tensors | {"g": tensors["g"].double(), "initial_state": random_state("gated_delta_rule", 2)}
+    found, _ = chunk("gated_delta_rule")(**wide)
+    plain, _ = chunk("gated_delta_rule")(**tensors, initial_state=wide["initial_state"].float())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, plain)
