@@ -24,6 +24,21 @@ def check_scale(scale: float | None, q: Tensor) -> float:
     return float(scale)
 
 
+def check_log_decay(name: str, gate: Tensor) -> None:
+    """Logarithms of gates in [0, 1]; ``-inf`` is a hard zero. Reads values."""
+    if not bool((gate <= 0).all()):  # false for NaN too
+        raise ValueError(f"{name} must be <= 0 (the log of a gate in [0, 1]), got {worst(gate, largest=True)}")
+
+
+def worst(gate: Tensor, largest: bool) -> str:
+    """For messages: what is wrong with a gate that is too large (or too small)."""
+    if bool(gate.isnan().any()):
+        return f"NaN in {int(gate.isnan().sum())} of {gate.numel()} places"
+    if bool((gate == float("inf")).any()):
+        return "inf"
+    return f"{(gate.max() if largest else gate.min()).item():.6g}"
+
+
 # --------------------------------------------------------------------------------------------------------- decode state
 
 

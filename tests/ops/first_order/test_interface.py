@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from first_order_cases import RULES, VECTOR, arguments, chunk, random_state
 from mdn.ops import SequenceBoundaries, first_order
-from mdn.ops.first_order.backend import HINTS, REFUSED
+from mdn.ops.first_order.rule import HINTS, REFUSED
 from mdn.ops.l2norm import l2norm
 
 
@@ -143,8 +143,8 @@ BAD_INPUTS = {
     "k must have shape": lambda t: {"k": t["k"][..., :-1]},
     "v must have a multiple of the 2 heads": lambda t: {"v": t["v"][:, :, :1]},
     "g must have shape": lambda t: {"g": t["g"][..., :1]},
-    "g must hold logarithms of decays, all <= 0": lambda t: {"g": -t["g"] + 1},
-    "its largest value is nan": lambda t: {"g": t["g"] * torch.nan},
+    r"g must be <= 0 \(the log of a gate in \[0, 1\]\), got": lambda t: {"g": -t["g"] + 1},
+    "g must be <= 0 .* got NaN in 280 of 280 places": lambda t: {"g": t["g"] * torch.nan},
     "beta must have shape": lambda t: {"beta": t["beta"][:, :5]},
     "q must be a floating-point tensor": lambda t: {"q": t["q"].long(), "k": t["k"].long()},
     "initial_state must have shape": lambda t: {"initial_state": torch.zeros(1, 2, 8, 6)},

@@ -21,7 +21,7 @@ subtracted from v: linear attention, scalar decay). Everything else (``p=None`` 
 from __future__ import annotations
 
 from mdn.ops.cpu.chunked import backward, first_order_backward, first_order_forward, forward
-from mdn.ops.cpu.decode import first_order_step_, prepared_step, step_
+from mdn.ops.cpu.decode import first_order_step_, prepared_first_order_step, prepared_step, step_
 from mdn.ops.cpu.library import instruction_set, why_unavailable
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "first_order_step_",
     "forward",
     "instruction_set",
+    "prepared_first_order_step",
     "prepared_step",
     "step_",
     "why_unavailable",

@@ -49,6 +49,26 @@ def prepared_step(
     return lambda tensors, state: call((*tensors[:8], *state))
 
 
+def prepared_first_order_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    log_alpha: Tensor | None,
+    beta: Tensor | None,
+    S: Tensor,
+    state_indices: Tensor | None,
+    options: RuleOptions,
+    erase: bool,
+) -> Callable[..., Tensor] | None:
+    """The same for ``first_order_step_``: a function of its eight tensors."""
+    flat = (q, k, v, p, log_alpha, None, beta, None, S, None, state_indices)
+    call = _Call(flat, options, erase)
+    if any(x is not y for x, y in zip(call.converted(flat), flat)):
+        return None
+    return lambda q, k, v, p, log_alpha, beta, S, slots: call((q, k, v, p, log_alpha, None, beta, None, S, None, slots))
+
+
 def _flat(tensors: RuleTensors, state: StepState) -> Tensors:
     return (*tensors[:8], *state)
 

@@ -20,6 +20,7 @@ gives exact zeros.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,37 +30,38 @@ from torch.autograd.function import once_differentiable
 
 from mdn.ops.backends import backend_module
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.first_order.inputs import FirstOrderTensors, PreparedTensors, expand_heads, without_autocast
-from mdn.ops.first_order.layout import chunk_layout
+from mdn.ops.chunking import chunk_scan
+from mdn.ops.first_order.inputs import FirstOrderTensors, PreparedTensors, expand_heads
 from mdn.ops.first_order.state_scan import state_scan
 from mdn.ops.momentum.interface import RuleOptions
+from mdn.ops.shared_checks import without_autocast
 
 
 def chunk_scalar_decay(
     x: PreparedTensors, initial_state: Tensor, boundaries: SequenceBoundaries | None, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[B, T, HV, V]`` and final states ``[N, HV, K, V]``, in the dtype of the computation."""
-    layout = chunk_layout(x.v, boundaries, chunk_size)
-    S0 = layout.rank_states(initial_state)
+    scan = chunk_scan(x.v, boundaries, chunk_size)
+    S0 = scan.rank_states(initial_state)
     with without_autocast(x.v):
-        q, k, v, log_alpha = (layout.split(y) for y in (x.q, x.k, x.v, x.log_alpha))
+        q, k, v, log_alpha = (scan.split(y) for y in (x.q, x.k, x.v, x.log_alpha))
         gamma_S = segment_decays(log_alpha)
         if x.beta is not None:
-            gamma_S = gamma_S * layout.split(x.beta).unsqueeze(-2)
+            gamma_S = gamma_S * scan.split(x.beta).unsqueeze(-2)
         abar = log_alpha.cumsum(-1).exp().unsqueeze(-1)  # [..., C, 1]
         writes = k * gamma_S[..., -1, :].unsqueeze(-1)
         whole = abar[..., -1:, :]
         if x.p is None:
             residual = v
-            starts, _, final = state_scan(whole, S0, layout.steps, added=writes.transpose(-1, -2) @ v)
+            starts, _, final = state_scan(whole, S0, scan.rounds, added=writes.transpose(-1, -2) @ v)
         else:
-            p = layout.split(x.p)
+            p = scan.split(x.p)
             erase = (p @ k.transpose(-1, -2)) * one_row_down(gamma_S)
             values, probes = solve_unit_lower(erase, v, one_row_down(abar, first=1.0) * p)
-            starts, residual, final = state_scan(whole, S0, layout.steps, values, probes, writes)
+            starts, residual, final = state_scan(whole, S0, scan.rounds, values, probes, writes)
         attend = (q @ k.transpose(-1, -2)) * gamma_S
         o = (abar * q) @ starts + attend @ residual
-    return layout.join(o), layout.unrank_states(final)
+    return scan.join(o), scan.unrank_states(final)
 
 
 def segment_decays(log_alpha: Tensor) -> Tensor:
@@ -106,6 +108,27 @@ def native_scalar_decay(
     return o, final
 
 
+def native_step(
+    tensors: FirstOrderTensors, state: Tensor, state_indices: Tensor | None, options: RuleOptions, erases: bool
+) -> Callable[[FirstOrderTensors, Tensor, Tensor | None], Tensor]:
+    """The kernel's step for tensors like these: without any conversion if they need none."""
+    kernel = backend_module("cpu", "scalar decay")
+    run = None
+    if tensors.q.dtype == tensors.k.dtype == tensors.v.dtype:
+        run = kernel.prepared_first_order_step(*tensors[:6], state, state_indices, options, erases)
+    if run is not None:
+        return lambda tensors, state, slots: run(*tensors[:6], state, slots)
+
+    def converting(tensors: FirstOrderTensors, state: Tensor, slots: Tensor | None) -> Tensor:
+        q, k, v, p, log_alpha, beta, _ = tensors
+        if not q.dtype == k.dtype == v.dtype:
+            q, k, v = q.float(), k.float(), v.float()
+        o: Tensor = kernel.first_order_step_(q, k, v, p, log_alpha, beta, state, slots, options, erase=erases)
+        return o.to(tensors.v.dtype)
+
+    return converting
+
+
 class _NativeScalarDecay(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -123,7 +146,7 @@ class _NativeScalarDecay(torch.autograd.Function):
     ) -> Any:
         tensors = q, k, v, p, log_alpha, beta, initial_state
         save = any(ctx.needs_input_grad)
-        kernel = backend_module("cpu")
+        kernel = backend_module("cpu", "scalar decay")
         o, final, residual = kernel.first_order_forward(*tensors, boundaries, options, save, erase=erases)
         if save:
             ctx.save_for_backward(*tensors, residual)
@@ -134,7 +157,7 @@ class _NativeScalarDecay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor, grad_final: Tensor) -> Any:
         *tensors, residual = ctx.saved_tensors
-        gradients = backend_module("cpu").first_order_backward(
+        gradients = backend_module("cpu", "scalar decay").first_order_backward(
             grad_o, grad_final, *tensors, residual, ctx.boundaries, ctx.options, erase=ctx.erases
         )
         return *gradients, None, None, None

@@ -26,48 +26,49 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.chunking import chunk_scan
 from mdn.ops.first_order.chunk_scalar import one_row_down, solve_unit_lower
-from mdn.ops.first_order.inputs import PreparedTensors, without_autocast
-from mdn.ops.first_order.layout import chunk_layout
+from mdn.ops.first_order.inputs import PreparedTensors
 from mdn.ops.first_order.state_scan import state_scan
+from mdn.ops.shared_checks import without_autocast
 
 
 def chunk_vector_decay(
     x: PreparedTensors, initial_state: Tensor, boundaries: SequenceBoundaries | None, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[B, T, HV, V]`` and final states ``[N, HV, K, V]``, in the dtype of the computation."""
-    layout = chunk_layout(x.v, boundaries, chunk_size)
-    S0 = layout.rank_states(initial_state)
+    scan = chunk_scan(x.v, boundaries, chunk_size)
+    S0 = scan.rank_states(initial_state)
     with without_autocast(x.v):
-        q, k, v, log_alpha = (layout.split(y) for y in (x.q, x.k, x.v, x.log_alpha))
+        q, k, v, log_alpha = (scan.split(y) for y in (x.q, x.k, x.v, x.log_alpha))
         if x.beta is not None:
-            k = layout.split(x.beta).unsqueeze(-1) * k
+            k = scan.split(x.beta).unsqueeze(-1) * k
         abar, to_end = chunk_decays(log_alpha)
         whole = abar[..., -1, :].unsqueeze(-1)  # [..., K, 1]
         if x.p is None:
             added = (k * to_end).transpose(-1, -2) @ v
-            starts, _, final = state_scan(whole, S0, layout.steps, added=added)
+            starts, _, final = state_scan(whole, S0, scan.rounds, added=added)
             inside = decayed_products(q.unsqueeze(-3), k.unsqueeze(-3), log_alpha)[..., 0, 0, :, :] @ v
         else:
-            p = layout.split(x.p)
+            p = scan.split(x.p)
             # p_t meets the state before token t decays it: seen from p_t the clock stands at t - 1.
             late = torch.stack([q, F.pad(p[..., 1:, :], (0, 0, 0, 1))], -3)
             probes = p * one_row_down(abar, first=1.0)
             if x.erase_key is None:
                 qk, pk = decayed_products(late, k.unsqueeze(-3), log_alpha).squeeze(-3).unbind(-3)
                 values, probes = solve_unit_lower(one_row_down(pk), v, probes)
-                starts, residual, final = state_scan(whole, S0, layout.steps, values, probes, k * to_end)
+                starts, residual, final = state_scan(whole, S0, scan.rounds, values, probes, k * to_end)
                 inside = qk @ residual
             else:
-                e = layout.split(x.erase_key)
+                e = scan.split(x.erase_key)
                 from_q, from_p = decayed_products(late, torch.stack([k, e], -3), log_alpha).unbind(-4)
                 pk, pe = one_row_down(from_p).unbind(-3)
                 values, probes = solve_unit_lower(-pe, pk @ v, -probes)
                 added = (k * to_end).transpose(-1, -2) @ v
-                starts, found, final = state_scan(whole, S0, layout.steps, values, probes, e * to_end, added)
+                starts, found, final = state_scan(whole, S0, scan.rounds, values, probes, e * to_end, added)
                 inside = from_q[..., 0, :, :] @ v + from_q[..., 1, :, :] @ found
         o = (q * abar) @ starts + inside
-    return layout.join(o), layout.unrank_states(final)
+    return scan.join(o), scan.unrank_states(final)
 
 
 def chunk_decays(log_alpha: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch.autograd import forward_ad
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order.inputs import FirstOrderTensors, expand_heads
+from mdn.ops.shared_checks import has_tangents
 
 Computed = tuple[Tensor, Tensor]
 """outputs [B, T, HV, V] and final states [N, HV, K, V]"""
@@ -68,11 +68,6 @@ def refuse_transforms(function: str, instead: str, tensors: tuple[Tensor | None,
     if torch.compiler.is_compiling():
         return
     transformed = torch._C._are_functorch_transforms_active()
-    if transformed or (forward_ad._current_level >= 0 and any(map(_has_tangent, tensors))):
+    if transformed or (forward_ad._current_level >= 0 and has_tangents(tensors)):
         what = "torch.func transforms" if transformed else "forward-mode derivatives"
         raise NotImplementedError(f"{function} does not support {what}; {instead} does")
-
-
-def _has_tangent(x: Tensor | None) -> bool:
-    unpack: Any = forward_ad.unpack_dual
-    return isinstance(x, Tensor) and unpack(x).tangent is not None

@@ -16,7 +16,6 @@ Everything is computed in float32 (float64 for float64 inputs) with HV heads: va
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.l2norm import l2norm
-from mdn.ops.shared_checks import check_state_indices
+from mdn.ops.shared_checks import check_decode_state, check_log_decay
 
 
 class FirstOrderTensors(NamedTuple):
@@ -87,7 +86,8 @@ def prepare(
         x = x.to(dtype)
         return expand_heads(l2norm(x) if normalise else x, heads)
 
-    q, k, v = key(tensors.q) * scale, key(tensors.k), tensors.v.to(dtype)
+    q, k, v = key(tensors.q), key(tensors.k), tensors.v.to(dtype)
+    q = q if scale == 1 else q * scale
     log_alpha = v.new_zeros(v.shape[:-1]) if tensors.log_alpha is None else tensors.log_alpha.to(dtype)
     p = None
     if erases:
@@ -101,13 +101,6 @@ def prepare(
 def expand_heads(x: Tensor, heads: int) -> Tensor:
     """``[..., H, K]`` to ``[..., heads, K]``: every head serves ``heads // H`` neighbours."""
     return x if x.shape[-2] == heads else x.repeat_interleave(heads // x.shape[-2], -2)
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Autocast must not lower the precision of states; meta tensors know no autocast."""
-    device = x.device.type
-    active = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 # ------------------------------------------------------------------------------------------------------------ checks
@@ -153,17 +146,13 @@ def check_gate_shapes(tensors: FirstOrderTensors, names: Mapping[str, str], vect
 
 
 def check_gate_values(tensors: FirstOrderTensors, names: Mapping[str, str]) -> None:
-    """Log-decays <= 0 (``-inf`` forgets everything), beta finite. A look at the values would make a GPU wait for the
-    host, and cannot be traced; on a CPU it costs nothing."""
+    """Log-decays <= 0 (``-inf`` forgets everything), beta finite. Reads values, so not for GPUs and not while
+    compiling."""
     if tensors.v.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    log_alpha, beta = tensors.log_alpha, tensors.beta
-    if log_alpha is not None and log_alpha.numel():
-        largest = log_alpha.detach().max().item()
-        if not largest <= 0:
-            name = names["log_alpha"]
-            raise ValueError(f"{name} must hold logarithms of decays, all <= 0, but its largest value is {largest}")
-    if beta is not None and not bool(beta.detach().isfinite().all()):
+    if tensors.log_alpha is not None:
+        check_log_decay(names["log_alpha"], tensors.log_alpha)
+    if tensors.beta is not None and not bool(tensors.beta.isfinite().all()):
         raise ValueError(f"{names['beta']} must be finite, got NaN or inf")
 
 
@@ -179,39 +168,13 @@ def check_initial_state(state: Tensor | None, shape: tuple[int, ...], q: Tensor)
         raise ValueError(f"initial_state must be on the device of q, {q.device}, got {state.device}")
 
 
-def check_step_state(
-    state: Tensor, tensors: FirstOrderTensors, state_indices: Tensor | None, read: bool
-) -> Tensor | None:
-    """A state ``[slots, HV, K, V]`` that can be updated in place; returns the slots as int64, or None without indices.
-    ``read``: look at the slots' values (CPU tensors only)."""
+def check_step_state(state: Tensor, tensors: FirstOrderTensors, has_slots: bool) -> None:
+    """A state ``[slots, HV, K, V]`` that can be updated in place; without slots, row b is slot b."""
     q, v = tensors.q, tensors.v
     if not isinstance(state, Tensor):
         raise ValueError(f"state must be a torch.Tensor, got {type(state).__name__}")
-    batch, shape = v.shape[0], (v.shape[1], q.shape[2], v.shape[2])
-    if state.dim() != 4 or state.shape[1:] != shape:
-        raise ValueError(f"state must have shape [slots, {', '.join(map(str, shape))}], got {list(state.shape)}")
-    if state_indices is None and state.shape[0] != batch:
-        raise ValueError(
-            f"state must have shape {[batch, *shape]}, a row for each row of the batch (or state_indices must say "
-            f"which), got {list(state.shape)}"
-        )
-    if state.dtype != compute_dtype(tensors):
-        raise ValueError(f"state must be {compute_dtype(tensors)} to be updated in place, got {state.dtype}")
-    if state.device != q.device:
-        raise ValueError(f"state must be on the device of q, {q.device}, got {state.device}")
-    check_no_overlap("state", state)
-    return None if state_indices is None else check_state_indices(state_indices, state, batch, read)
-
-
-def check_no_overlap(name: str, x: Tensor) -> None:
-    """Two entries in the same memory (an expanded tensor) cannot both be updated."""
-    if x.is_contiguous():
-        return
-    reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape)):
-        if size > 1 and stride <= reach:
-            raise ValueError(f"{name} must not overlap itself (expanded?), got strides {x.stride()}")
-        reach += (size - 1) * stride
+    rows = state.shape[:1] if has_slots else v.shape[:1]
+    check_decode_state("state", state, [*rows, v.shape[1], q.shape[2], v.shape[2]], compute_dtype(tensors), q)
 
 
 def check_boundaries(cu_seqlens: Tensor | SequenceBoundaries | None, q: Tensor) -> SequenceBoundaries | None:

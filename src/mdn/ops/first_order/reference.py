@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.first_order.inputs import PreparedTensors, without_autocast
+from mdn.ops.first_order.inputs import PreparedTensors
+from mdn.ops.shared_checks import without_autocast
 
 
 def recurrent_form(
@@ -60,8 +61,8 @@ def _outer(key: Tensor, value: Tensor) -> Tensor:
     return key.unsqueeze(-1) * value.unsqueeze(-2)
 
 
-def step_(x: PreparedTensors, state: Tensor, state_indices: Tensor | None) -> Tensor:
-    """One token, ``[B, HV, D]``; ``state`` ``[slots, HV, K, V]`` changes in place. Returns o ``[B, HV, V]``."""
+def step_(x: PreparedTensors, state: Tensor, state_indices: Tensor | None, scale: float) -> Tensor:
+    """One token, ``[B, HV, D]``; ``state`` ``[slots, HV, K, V]`` changes in place. Returns o = scale * S^T q."""
     batch, heads, key_dim, value_dim = *x.k.shape, x.v.shape[-1]
     S = state if state_indices is None else state.index_select(0, state_indices)
     S = S.contiguous().view(batch * heads, key_dim, value_dim)
@@ -74,7 +75,7 @@ def step_(x: PreparedTensors, state: Tensor, state_indices: Tensor | None) -> Te
     S.mul_(x.log_alpha.exp().reshape(batch * heads, -1, 1)).baddbmm_(k, v)
     if found is not None and x.erase_key is not None:
         S.baddbmm_(x.erase_key.reshape(-1, key_dim, 1), found)
-    o = (q @ S).view(batch, heads, value_dim)
+    o = torch.baddbmm(v, q, S, beta=0, alpha=scale).view(batch, heads, value_dim)  # beta=0: v lends its shape only
     if state_indices is not None:
         state.index_copy_(0, state_indices, S.view(batch, heads, key_dim, value_dim))
     elif not state.is_contiguous():

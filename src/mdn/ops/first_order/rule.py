@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mdn.ops.backends import backend_module
+from mdn.ops.backends import requested_backend, resolve
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order import inputs
-from mdn.ops.first_order.backend import choose_backend
-from mdn.ops.first_order.chunk_scalar import chunk_scalar_decay, native_scalar_decay
+from mdn.ops.first_order.chunk_scalar import chunk_scalar_decay, native_scalar_decay, native_step
 from mdn.ops.first_order.chunk_vector import chunk_vector_decay
 from mdn.ops.first_order.guards import Computed, contain_damage, refuse_transforms
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors, PreparedTensors
 from mdn.ops.first_order.reference import recurrent_form, step_
 from mdn.ops.momentum.interface import RuleOptions
-from mdn.ops.shared_checks import check_scale
+from mdn.ops.momentum.step import prepared_once
+from mdn.ops.shared_checks import check_scale, check_state_indices, without_autocast
+
+StepFunction = Callable[[FirstOrderTensors, Tensor, Tensor | None], Tensor]
+"""of the tensors of one token, the state that changes in place, and the slots"""
 
 
 class SharedArguments(NamedTuple):
@@ -102,7 +105,6 @@ class Rule:
         prepared = self._prepare(tensors, scale, shared.use_qk_l2norm_in_kernel)
         return _finish(recurrent_form(prepared, *self._initial_state(tensors, shared)), tensors.v, shared)
 
-    @torch.no_grad()
     def step(
         self,
         tensors: FirstOrderTensors,
@@ -114,28 +116,27 @@ class Rule:
         normalise: bool = False,
     ) -> Tensor:
         """One token, ``[B, H, D]``; ``state`` ``[slots, HV, K, V]`` changes in place. Returns o ``[B, HV, V]``."""
-        scale = self.check(tensors, scale, rank=3)
+
+        def prepare() -> StepFunction:
+            return self._checked_step(tensors, state, state_indices, scale, normalise, backend)
+
+        if torch.compiler.is_compiling():
+            run = prepare()
+        else:
+            settings = (self.name, scale, normalise, requested_backend(backend))
+            run = prepared_once(settings, (*tensors, state, state_indices), prepare)
+            refuse_transforms(f"{self.name}_step", f"recurrent_{self.name}", (*tensors, state))
+        slots = _slots(state_indices, state, tensors.v, read=check_gates)
         if check_gates:
             inputs.check_gate_values(tensors, self.arguments)
-        slots = inputs.check_step_state(state, tensors, state_indices, read=check_gates)
-        refuse_transforms(f"{self.name}_step", f"recurrent_{self.name}", (*tensors, state))
-        if self.step_backend_for(tensors, backend) == "cpu":
-            return self._native_step(tensors, state, slots, RuleOptions(scale, 1, normalise, self.p_times_alpha))
-        with inputs.without_autocast(tensors.v):
-            return step_(self._prepare(tensors, scale, normalise), state, slots).to(tensors.v.dtype)
+        return run(tensors, state, slots)
 
     def backend_for(self, tensors: FirstOrderTensors, backend: str) -> str:
         """``torch``, ``cpu`` or ``fla``; raises if the requested backend cannot run."""
         # The tensor of the highest precision decides: the native kernel does not compute in float64.
         widest = next((x for x in tensors[:3] if x.dtype == torch.float64), tensors.q)
-        chosen = choose_backend(widest, backend, not self.vector)
+        chosen = resolve(backend, widest, self.name)
         return "torch" if tensors.q.is_meta else chosen  # meta tensors have shapes only, which torch knows
-
-    def step_backend_for(self, tensors: FirstOrderTensors, backend: str) -> str:
-        """``torch`` or ``cpu``."""
-        if backend == "fla":
-            raise ValueError("backend='fla' cannot be used here: FLA has no step that updates a state in place")
-        return "cpu" if self.backend_for(tensors, backend) == "cpu" else "torch"
 
     # ------------------------------------------------------------------------------------------------------- the parts
 
@@ -162,16 +163,31 @@ class Rule:
         state = state.transpose(-1, -2) if shared.state_v_first else state
         return state.to(inputs.compute_dtype(tensors)), boundaries
 
-    def _native_step(
-        self, tensors: FirstOrderTensors, state: Tensor, slots: Tensor | None, options: RuleOptions
-    ) -> Tensor:
-        q, k, v, p, log_alpha, beta, _ = tensors
-        if not q.dtype == k.dtype == v.dtype:
-            q, k, v = q.float(), k.float(), v.float()
-        o: Tensor = backend_module("cpu").first_order_step_(
-            q, k, v, p, log_alpha, beta, state, slots, options, erase=self.erases
-        )
-        return o.to(tensors.v.dtype)
+    def _checked_step(
+        self,
+        tensors: FirstOrderTensors,
+        state: Tensor,
+        state_indices: Tensor | None,
+        scale: float | None,
+        normalise: bool,
+        backend: str,
+    ) -> StepFunction:
+        """Checks everything but values and binds what does not change."""
+        factor = self.check(tensors, scale, rank=3)
+        inputs.check_step_state(state, tensors, has_slots=state_indices is not None)
+        slots = _slots(state_indices, state, tensors.v, read=False)
+        name, request = requested_backend(backend)
+        if name == "fla":
+            raise ValueError(f"{request} cannot be used here: FLA has no step that updates a state in place; use auto")
+        if self.backend_for(tensors, backend) == "cpu":
+            options = RuleOptions(factor, 1, normalise, self.p_times_alpha)
+            return native_step(tensors, state, slots, options, self.erases)
+
+        def run(tensors: FirstOrderTensors, state: Tensor, slots: Tensor | None) -> Tensor:
+            with torch.no_grad(), without_autocast(tensors.v):
+                return step_(self._prepare(tensors, 1.0, normalise), state, slots, factor).to(tensors.v.dtype)
+
+        return run
 
     def _call_fla(
         self, tensors: FirstOrderTensors, shared: SharedArguments, hints: Mapping[str, Any]
@@ -205,6 +221,10 @@ def _finish(computed: Computed, v: Tensor, shared: SharedArguments) -> FirstOrde
     o, final = computed
     final = final.transpose(-1, -2) if shared.state_v_first else final
     return FirstOrderOutput(o.to(v.dtype), final if shared.output_final_state else None)
+
+
+def _slots(state_indices: Tensor | None, state: Tensor, v: Tensor, read: bool) -> Tensor | None:
+    return None if state_indices is None else check_state_indices(state_indices, state, v.shape[0], read)
 
 
 def check_hints(hints: Mapping[str, Any]) -> None:

@@ -7,7 +7,8 @@ For each chunk, with the state S ``[K, V]`` before it:
 
 ``values`` ``[chunks, H, C, V]``, ``probes`` and ``writes`` ``[chunks, H, C, K]`` come together or not at all, and
 ``added`` ``[chunks, H, K, V]`` may be absent too. The backward pass is the same scan, backwards; it keeps the states
-and R and nothing else. ``steps`` holds one (first chunk, number of chunks) pair per step of the scan.
+and R and nothing else. ``rounds`` holds the chunks
+(first, end) of each step, as ``chunking`` cuts them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Steps = list[tuple[int, int]]
+from mdn.ops.chunking import Rounds
 
 
 class ScannedStates(NamedTuple):
@@ -33,7 +34,7 @@ class ScannedStates(NamedTuple):
 def state_scan(
     decay: Tensor,
     initial: Tensor,
-    steps: Steps,
+    rounds: Rounds,
     values: Tensor | None = None,
     probes: Tensor | None = None,
     writes: Tensor | None = None,
@@ -41,20 +42,20 @@ def state_scan(
 ) -> ScannedStates:
     """decay ``[chunks, H, 1 or K, 1]``, initial ``[N, H, K, V]``."""
     scan: Any = _StateScan.apply
-    return ScannedStates(*scan(values, probes, writes, added, decay, initial, steps))
+    return ScannedStates(*scan(values, probes, writes, added, decay, initial, rounds))
 
 
 class _StateScan(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values: Any, probes: Any, writes: Any, added: Any, decay: Tensor, initial: Tensor, steps: Steps
+        ctx: Any, values: Any, probes: Any, writes: Any, added: Any, decay: Tensor, initial: Tensor, rounds: Rounds
     ) -> Any:
         state = initial
         starts = state.new_empty(decay.shape[0], *state.shape[1:])
         R = None if values is None else torch.empty_like(values)
         finished = []
-        for first, active in steps:
-            now = slice(first, first + active)
+        for first, end in rounds:
+            now, active = slice(first, end), end - first
             finished.append(state[active:])
             state = state[:active]
             starts[now] = state
@@ -69,7 +70,7 @@ class _StateScan(torch.autograd.Function):
         finished.append(state)
         final = torch.cat(finished[::-1])
         ctx.save_for_backward(probes, writes, R, decay, starts)
-        ctx.steps, ctx.has_added = steps, added is not None
+        ctx.rounds, ctx.has_added = rounds, added is not None
         return starts, R, final
 
     @staticmethod
@@ -79,8 +80,8 @@ class _StateScan(torch.autograd.Function):
         grad_after = torch.empty_like(starts)  # of the state after each chunk
         grad_values = None if R is None else torch.empty_like(R)
         grad_state = grad_final[:0]
-        for first, active in reversed(ctx.steps):
-            now = slice(first, first + active)
+        for first, end in reversed(ctx.rounds):
+            now, active = slice(first, end), end - first
             grad_state = torch.cat([grad_state, grad_final[grad_state.shape[0] : active]])
             grad_after[now] = grad_state
             grad_before = decay[now] * grad_state + grad_starts[now]

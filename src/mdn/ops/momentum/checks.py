@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.interface import RuleTensors, StepState, compute_dtype
-from mdn.ops.shared_checks import check_decode_state
+from mdn.ops.shared_checks import check_decode_state, check_log_decay, worst
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -142,16 +142,7 @@ def check_gate_values(tensors: RuleTensors) -> None:
     if tensors.log_alpha.device.type != "cpu" or torch.compiler.is_compiling():
         return
     for name, gate in (("log_alpha", tensors.log_alpha), ("log_mu", tensors.log_mu)):
-        if not bool((gate <= 0).all()):  # false for NaN too
-            raise ValueError(f"{name} must be <= 0 (the log of a gate in [0, 1]), got {_worst(gate, largest=True)}")
+        check_log_decay(name, gate)
     for name, gate in (("beta", tensors.beta), ("eta", tensors.eta)):
         if not bool(((gate >= 0) & (gate < float("inf"))).all()):
-            raise ValueError(f"{name} must be finite and >= 0, got {_worst(gate, largest=False)}")
-
-
-def _worst(gate: Tensor, largest: bool) -> str:
-    if bool(gate.isnan().any()):
-        return f"NaN in {int(gate.isnan().sum())} of {gate.numel()} places"
-    if bool((gate == float("inf")).any()):
-        return "inf"
-    return f"{(gate.max() if largest else gate.min()).item():.6g}"
+            raise ValueError(f"{name} must be finite and >= 0, got {worst(gate, largest=False)}")

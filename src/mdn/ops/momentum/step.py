@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 from mdn.ops.shared_checks import check_scale, check_state_indices, without_autocast
 
 StepFunction = Callable[[RuleTensors, StepState], Tensor]
+Step = TypeVar("Step")
 
 
 def momentum_delta_step(
@@ -61,26 +62,32 @@ def momentum_delta_step(
     return run(tensors, slots)
 
 
-_PREPARED: dict[Any, StepFunction] = {}
-"""the steps that were checked before, by signature; emptied when it grows too long"""
+_PREPARED: dict[Any, Any] = {}
+"""the steps of all rules that were checked before, by signature; emptied when it grows too long"""
+
+
+def prepared_once(settings: Hashable, tensors: Iterable[Tensor | None], prepare: Callable[[], Step]) -> Step:
+    """The step for tensors like these. Decoding repeats the same shapes; looking them up takes a fraction of the time
+    of checking them."""
+    signature = (settings, *map(_signature, tensors))
+    run: Step | None = _PREPARED.get(signature)
+    if run is None:
+        run = prepare()
+        if len(_PREPARED) >= 256:
+            _PREPARED.clear()
+        _PREPARED[signature] = run
+    return run
 
 
 def step_function(
     tensors: RuleTensors, state: StepState, scale: float | None, l2norm: bool, p_times_alpha: bool, backend: str
 ) -> StepFunction:
-    """The step for tensors like these. Decoding repeats the same shapes; looking them up takes a fraction of the time
-    of checking them."""
+    """The step for tensors like these, checked."""
     if torch.compiler.is_compiling():
         return _checked_step(tensors, state, scale, l2norm, p_times_alpha, backend)
-    settings = (scale, l2norm, p_times_alpha, backends.requested_backend(backend))
-    signature = (settings, *map(_signature, tensors), *map(_signature, state))
-    run = _PREPARED.get(signature)
-    if run is None:
-        run = _checked_step(tensors, state, scale, l2norm, p_times_alpha, backend)
-        if len(_PREPARED) >= 256:
-            _PREPARED.clear()
-        _PREPARED[signature] = run
-    return run
+    settings = ("momentum", scale, l2norm, p_times_alpha, backends.requested_backend(backend))
+    given = (*tensors, *state)
+    return prepared_once(settings, given, lambda: _checked_step(tensors, state, scale, l2norm, p_times_alpha, backend))
 
 
 def _signature(x: Tensor | None) -> tuple[Any, ...] | None:
