@@ -230,6 +230,7 @@ def test_a_full_disk_stops_with_one_line_and_keeps_the_last_good_checkpoint(
     status, message = interrupted["disk_full"]
     assert status == 2
     assert "checkpoint-6 could not be written" in message
+    assert "the disk is full" in message
     assert "the last good checkpoint is checkpoint-3" in message
     assert [path.name for path in checkpoints.all_paths(whole / "full")] == ["checkpoint-3"]
     train(tiny_recipe(whole, "full"))

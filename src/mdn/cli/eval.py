@@ -105,9 +105,9 @@ def _harness_results(args: argparse.Namespace, suites: list, tasks: list) -> tup
         return results, []
     import dataclasses
 
-    from mdn.common.loading import load
+    from mdn.common.loading import choose_device, load, resolve_model
     from mdn.evaluation.harness import Settings, Subject
-    from mdn.evaluation.run import run_works, works_of
+    from mdn.evaluation.run import refuse_missing_files, run_works, works_of
 
     haystack = _haystack(args.haystack)
     fingerprint = None if haystack is None else hashlib.sha256(haystack.encode()).hexdigest()
@@ -117,10 +117,14 @@ def _harness_results(args: argparse.Namespace, suites: list, tasks: list) -> tup
     if args.max_length is not None:
         suites[:] = [_with_length(suite, args.max_length) for suite in suites]
         works = [dataclasses.replace(work, max_length=args.max_length) for work in works]
+    # What can be wrong is found out before the first model is loaded.
+    sources, device = [resolve_model(source) for source in args.models], choose_device(args.device)
+    if not args.skip_missing:
+        refuse_missing_files(works, data)
     skipped: list[str] = []
-    for label, source in zip(results, args.models):
+    for label, source in zip(results, sources):
         # One model in memory at a time.
-        model, tokenizer = load(source, args.dtype, args.device)
+        model, tokenizer = load(source, args.dtype, device)
         subject = Subject(label, source, model, tokenizer)
         outcome = run_works(
             list(dict.fromkeys(works)), [subject], settings, skip_missing=args.skip_missing, haystack=haystack

@@ -24,7 +24,7 @@ import lm_eval
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from mdn.common.files import write_atomically
+from mdn.common.files import read_json, write_atomically
 from mdn.common.results import model_hash, provenance
 from mdn.evaluation.definitions import TASKS_FOLDER, definition_of
 from mdn.evaluation.local_data import LocalFile, MissingData, find_local_file, write_local_task
@@ -110,7 +110,7 @@ def result_path(subject: Subject, work: Work, settings: Settings, file: LocalFil
 def evaluate(subject: Subject, work: Work, task: Any, settings: Settings, path: Path) -> dict[str, Any]:
     """The result of one task: read if it is there, else computed, and then there."""
     if path.is_file():
-        return json.loads(path.read_text())
+        return read_json(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     partial = path.with_suffix(".partial")

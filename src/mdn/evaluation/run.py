@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mdn.common.progress import progress
@@ -27,6 +28,23 @@ class Outcome:
 def works_of(suites: Iterable[Suite]) -> list[Work]:
     """What the columns need, each once, in order."""
     return list(dict.fromkeys(column.work for suite in suites for column in suite.columns))
+
+
+def refuse_missing_files(works: list[Work], data: tuple[Path, ...]) -> None:
+    """A MissingData that names every task whose local file is not there; no model and no library is needed for it."""
+    source, missing = TaskSource(data), []
+    for work in works:
+        definition_of(work.task)
+        try:
+            source.local_file(work)
+        except MissingData as error:
+            missing.append(str(error))
+    _refuse(missing)
+
+
+def _refuse(missing: list[str]) -> None:
+    if missing:
+        raise MissingData(f"data not at hand (--skip-missing leaves these tasks out): {'; '.join(missing)}")
 
 
 def run_works(
@@ -68,8 +86,8 @@ def _load_all(
             tasks[work] = source.load(work, tokenizer)
         except MissingData as error:
             missing.append(str(error))
-    if missing and not skip_missing:
-        raise MissingData(f"data not at hand (--skip-missing leaves these tasks out): {'; '.join(missing)}")
+    if not skip_missing:
+        _refuse(missing)
     if not tasks:
         raise MissingData(f"no task is left to run: {'; '.join(missing)}")
     return tasks, missing
