@@ -33,7 +33,7 @@ COMMANDS = (
     "generate RUN --prompt abc --max-new-tokens 3",
     "info RUN",
     "eval RUN --tasks arc_easy --data DATA --limit 1 --max-length 64 --out OUT/eval",
-    "needle --model RUN --lengths 64 --depths 1 --examples 1 --out OUT/needle",
+    "needle --model RUN --lengths 600 --keys 1 --depths 1 --examples 1 --out OUT/needle",
     "analyze spectra --model RUN --text TEXT --points 10",
     "analyze state-norm RUN --text TEXT --tokens 8 --sequences 1",
     "convert RUN OUT/converted",

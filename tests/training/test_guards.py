@@ -207,3 +207,18 @@ def test_a_finished_run_leaves_plots_a_card_metrics_and_a_model_that_loads(tmp_p
     text = tokenizer.decode(model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)[0, 1:])
     assert summary["sample"] == text.replace("<|endoftext|>", "")
     assert not (directory / ".saving").exists()
+
+
+def test_too_little_memory_for_xz_does_not_lose_a_finished_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compress(*_: object, **__: object) -> bytes:
+        assert (tmp_path / "run" / "model" / "model.safetensors").is_file()  # the model is there before
+        raise MemoryError
+
+    monkeypatch.setattr("lzma.compress", compress)
+    summary = run.train(tiny_recipe(tmp_path, training={"steps": 1})).summary
+    assert summary is not None
+    assert summary["notes"] == ["xz -9 reference left out: it needs about 700 MB of memory"]
+    assert set(summary["references"]) == {"uniform bytes", "unigram bytes"}
+    assert (tmp_path / "run" / "summary.json").is_file()

@@ -1,0 +1,76 @@
+"""`model.init_from`: training starts from a trained or converted model, with its tokenizer and its config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from mdn.cli import main
+from mdn.common.loading import load_model
+from mdn.training.build import build_model, model_config
+from mdn.training.recipe import load_recipe, to_yaml
+from mdn.training.run import train
+from training_support import tiny_recipe
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("trained")
+    train(tiny_recipe(root, training={"steps": 3}))
+    return root
+
+
+def write_recipe(trained: Path, folder: Path, **model: object) -> Path:
+    """A recipe for fine-tuning that names no tokenizer and no size."""
+    content = yaml.safe_load(to_yaml(tiny_recipe(trained, "tuned", training={"steps": 2, "learning_rate": 1e-4})))
+    content |= {"output": str(folder / "tuned"), "model": {"init_from": str(trained / "run"), **model}}
+    del content["tokenizer"]
+    path = folder / "tune.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_the_first_weights_are_those_of_the_model(trained: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(trained, tmp_path))
+    assert recipe.tokenizer.kind == "pretrained"
+    built = build_model(recipe, model_config(recipe, 257, 256)).state_dict()
+    for name, expected in load_model(trained / "run").state_dict().items():
+        torch.testing.assert_close(built[name], expected, rtol=0, atol=0)
+
+
+def test_a_model_is_tuned_from_the_command_line_and_resumes_as_the_same_run(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recipe(trained, tmp_path)
+    assert main(["train", str(path)]) == 0
+    assert main(["train", str(tmp_path / "tuned")]) == 0  # finished: from the resolved recipe it is the same run
+    assert "resuming" not in capsys.readouterr().err
+    before, after = load_model(trained / "run").state_dict(), load_model(tmp_path / "tuned").state_dict()
+    changes = [float((after[name] - value).abs().max()) for name, value in before.items()]
+    assert 0 < max(changes) < 1e-2
+
+
+def test_a_converted_model_can_be_tuned(trained: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(trained / "run"), str(tmp_path / "converted")]) == 0
+    path = write_recipe(trained, tmp_path, init_from=str(tmp_path / "converted"))
+    assert main(["train", str(path), "training.steps=1", f"output={tmp_path / 'out'}"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.hidden_size=48"], "does not fit the recipe's model"),
+        (["model.config=mdn_tiny"], "model.config and model.init_from are both given"),
+        (["model.init_from=nowhere"], "'nowhere' is neither a model directory, a run folder nor a Hub id"),
+        (["tokenizer={kind: bpe, vocab_size: 257}"], "was trained with another tokenizer"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
+) -> None:
+    path = write_recipe(trained, tmp_path)
+    assert main(["train", str(path), *overrides, f"output={tmp_path / 'out'}"]) == 2
+    assert message in capsys.readouterr().err
