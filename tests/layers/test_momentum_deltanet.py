@@ -219,7 +219,7 @@ def test_the_gates_can_be_watched_by_a_hook_and_asked_for_directly():
         ({"num_v_heads": 3}, "num_v_heads"),
         ({"tau_factor": 0.5}, "tau_factor"),
         ({"momentum_block_size": 0}, "momentum_block_size"),
-        ({"gate_activation": "tanh"}, "gate_activation"),
+        ({"gate_activation": "tanh"}, "gate's activation"),
         ({"eta_activation": "gelu"}, "eta_activation"),
     ],
 )

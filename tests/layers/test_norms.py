@@ -38,5 +38,5 @@ def test_the_gate_multiplies_the_norm_of_every_head(name, activation):
 
 
 def test_an_unknown_gate_activation_is_refused():
-    with pytest.raises(ValueError, match="gate_activation"):
+    with pytest.raises(ValueError, match="gate's activation"):
         GatedRMSNorm(8, activation="relu")

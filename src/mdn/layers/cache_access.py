@@ -9,6 +9,7 @@ Nothing in a cache carries gradients: every call starts from its states as const
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ class LayerState:
         self.layer_idx = layer_idx
         self.layout = layout
 
-    @property
+    @cached_property
     def layer(self) -> Any:
+        """The cache layer of a recurrent mixer."""
         layers = getattr(self.cache, "layers", ())
         if self.layer_idx >= len(layers) or not hasattr(layers[self.layer_idx], "has_recurrent_state"):
             raise ValueError(

@@ -18,7 +18,10 @@ class ShortConvolution(nn.Module):
     def __init__(self, channels: int, width: int, bias: bool = False, activation: bool = True):
         super().__init__()
         if width < 2:
-            raise ValueError(f"conv_size must be at least 2, got {width}; use_short_conv=False removes the convolution")
+            raise ValueError(
+                f"a short convolution's width (conv_size) must be at least 2, got {width}; "
+                "use_short_conv=False removes the convolution"
+            )
         self.channels = channels
         self.width = width
         self.activation = activation

@@ -37,7 +37,7 @@ class GatedRMSNorm(RMSNorm):
     def __init__(self, dim: int, eps: float = 1e-6, activation: str = "sigmoid"):
         super().__init__(dim, eps)
         if activation not in GATE_ACTIVATIONS:
-            raise ValueError(f"gate_activation must be one of {sorted(GATE_ACTIVATIONS)}, got {activation!r}")
+            raise ValueError(f"the gate's activation must be one of {sorted(GATE_ACTIVATIONS)}, got {activation!r}")
         self.activation = activation
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]

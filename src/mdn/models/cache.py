@@ -42,7 +42,7 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs
     ) -> Tensor:
-        """Replaces the state; the mixer hands in the complete new one."""
+        """Replaces the state by the complete new one, unlike transformers' layer, which appends."""
         self._make_room(state_idx)
         held = self.conv_states[state_idx]
         if held is None or held.shape != conv_states.shape:  # also after a reset, with another batch

@@ -55,6 +55,8 @@ def chunked_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, count: Tensor | int | None = None
 ) -> Tensor:
     """The loss of hidden ``[..., D]`` against labels ``[...]``, divided by ``count`` (None: by the labelled tokens)."""
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(f"labels must have shape {list(hidden.shape[:-1])}, got {list(labels.shape)}")
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if not torch.compiler.is_compiling():
         # Tasks with few labels (associative recall, question answering) need few rows of logits.
@@ -69,8 +71,8 @@ def chunked_linear_cross_entropy(
 def shift_labels_left(labels: Tensor, valid: Tensor | None = None, last: Tensor | None = None) -> Tensor:
     """Labels of the next token, ``[B, T]``.
 
-    ``valid`` (bool ``[B, T]``): masked tokens are neither asked nor a target. ``last`` (int64): flat places of the last
-    token of every packed sequence, which must not predict the first token of its neighbour.
+    ``valid`` (bool ``[B, T]``): masked tokens are neither predictors nor targets. ``last`` (int64): flat indices of the
+    last token of every packed sequence, which must not predict the first token of its neighbour.
     """
     shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
     if valid is not None:

@@ -377,8 +377,11 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         return inputs
 
 
+LAYOUT_ARGUMENTS = frozenset(inspect.signature(MomentumDeltaNetModel.layout_of).parameters)
+
+
 def refuse_unknown(model: nn.Module, where: dict[str, Any]) -> None:
-    unknown = sorted(set(where) - set(inspect.signature(MomentumDeltaNetModel.layout_of).parameters))
+    unknown = sorted(where.keys() - LAYOUT_ARGUMENTS)
     if unknown:
         raise TypeError(f"{type(model).__name__}.forward() got unknown arguments: {', '.join(unknown)}")
 
