@@ -37,7 +37,6 @@ def set_sliders(page, gates):
 
 def drawn_eigenvalues(page):
     """Where the two filled circles are on the screen, in units of the drawn unit circle."""
-    page.evaluate("new Promise((done) => setTimeout(done, 250))")  # the circles glide
     centres = page.evaluate("""[".disc > circle", "#eigenvalue-1 circle", "#eigenvalue-2 circle"].map((name) => {
         const box = document.querySelector(name).getBoundingClientRect();
         return [box.x + box.width / 2, box.y + box.height / 2, box.width];
@@ -77,8 +76,8 @@ def test_the_keyboard_alone_moves_a_slider_and_the_eigenvalues(page):
     page.press("Tab")
     assert page.evaluate("document.activeElement.id") == "beta"
     page.press("ArrowRight", times=40)
-    assert float(page.evaluate("document.getElementById('beta').value")) == pytest.approx(0.5)
-    expected = sorted((value.real, value.imag) for value in pair_eigenvalues(0.9, 0.5, 0.8, 1.0))
+    assert float(page.evaluate("document.getElementById('beta').value")) == pytest.approx(0.34)
+    expected = sorted((value.real, value.imag) for value in pair_eigenvalues(0.9, 0.34, 0.8, 1.0))
     np.testing.assert_allclose(drawn_eigenvalues(page), expected, atol=0.012)
     assert drawn_eigenvalues(page) != before
     outline = page.evaluate("getComputedStyle(document.getElementById('beta')).outlineStyle")
@@ -98,8 +97,9 @@ def test_the_response_shows_the_impulse_response_of_the_closed_form(page):
     set_sliders(page, (0.9, 0.3, 0.8, 1.0))
     drawn = page.evaluate("document.getElementById('response-same').getAttribute('d')")
     heights = [float(point.split()[1]) for point in drawn[1:].split("L")]
-    scale = float(page.evaluate("document.getElementById('response-scale').textContent").split()[-1])
-    found = (90 - np.array(heights)) / 80 * scale
+    top = float(page.evaluate("document.getElementById('response-top').textContent"))
+    zero = float(page.evaluate("document.getElementById('response-zero').getAttribute('y')")) - 4
+    found = (zero - np.array(heights)) / (zero - 20) * top
     # The state after the write is (beta eta, -eta); each later step is the 2 x 2 block itself.
     block = np.array([[0.9 - 0.9 * 0.3, -0.3 * 0.8], [0.9, 0.8]])
     state, expected = np.array([0.3, -1.0]), [0.0]
@@ -107,6 +107,27 @@ def test_the_response_shows_the_impulse_response_of_the_closed_form(page):
         expected.append(state[0])
         state = block @ state
     np.testing.assert_allclose(found, expected, atol=0.01)
+
+
+def test_it_opens_with_gates_that_the_layer_can_produce_and_a_verdict_that_says_so(page):
+    page.evaluate("document.querySelector('button[data-gates]').click()")
+    alpha, beta, mu, _ = (float(page.evaluate(f"document.getElementById('{name}').value")) for name in NAMES)
+    assert alpha + beta <= 1
+    assert mu >= np.exp(-2)
+    assert page.evaluate("document.getElementById('layer-text').textContent").startswith("can produce these gates")
+
+
+@pytest.mark.parametrize(
+    ("gates", "words"),
+    [
+        ((0.9, 0.3, 0.8, 1), "cannot produce"),
+        ((0.5, 0.4, 0.1, 1), "only without its clamp"),
+        ((0.5, 0.4, 0, 1), "without momentum"),
+    ],
+)
+def test_the_verdict_says_what_the_layer_cannot_produce(page, gates, words):
+    set_sliders(page, gates)
+    assert words in page.evaluate("document.getElementById('layer-text').textContent")
 
 
 def contrast(page, selector):
@@ -144,6 +165,14 @@ def test_a_phone_shows_it_without_scrolling_sideways(page):
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert page.evaluate("document.getElementById('alpha').getBoundingClientRect().width") > 250
         assert page.evaluate("parseFloat(getComputedStyle(document.body).fontSize)") >= 16
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)))")
+        hint = page.evaluate("""[...document.querySelectorAll('.scroll')].map((area) => [
+            area.scrollWidth > area.clientWidth + 1, getComputedStyle(area, '::before').content])""")
+        assert any(wide for wide, _ in hint)
+        assert all(("scroll sideways" in words) == wide for wide, words in hint)
+        labels = "[...document.querySelectorAll('.chart svg text')]"
+        heights = page.evaluate(f"{labels}.map((label) => label.getBoundingClientRect().height)")
+        assert min(height for height in heights if height) >= 10  # pixels; hidden drawings have none
         page.evaluate("window.scrollTo(0, 0)")
         keep(page, "phone")
         page.evaluate("document.querySelector('.disc').scrollIntoView()")

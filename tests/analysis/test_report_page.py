@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from mdn.analysis.eigenvalues import transition_matrix
-from mdn.analysis.report.page import asset
+from mdn.analysis.report.chart import loss_charts, round_ticks
+from mdn.analysis.report.collect import TrainingRun
+from mdn.analysis.report.page import asset, explorer
 from mdn.cli import main
 from mdn.ops import recurrent_momentum_delta_rule
 from report_case import make_runs
@@ -86,6 +88,50 @@ def test_every_control_has_a_label_and_every_link_a_target(page):
         assert name in ids
 
 
+# --------------------------------------------------------------------------------------------- the loss and the presets
+
+
+def training_run(losses, gates=()):
+    steps = [{"step": n, "loss": loss, "tokens": 1000 * (n + 1)} for n, loss in enumerate(losses)]
+    return TrainingRun(name="runs/tiny", steps=steps, held_out=[], gates=list(gates), summary={})
+
+
+def test_the_loss_curve_is_drawn_whole_on_round_ticks():
+    chart = loss_charts([training_run([7.66, 7.5, *([3.0] * 300)])])
+    for drawing in re.findall(r"<svg.*?</svg>", chart):
+        curve = re.search(r'<path d="M([^"]*)" fill="none"', drawing)[1]
+        heights = [float(point.split()[1]) for point in curve.split("L")]
+        ticks = [
+            (float(y), float(value))
+            for y, value in re.findall(r'y="([\d.]+)" text-anchor="end">([\d.]+)</text>', drawing)
+        ]
+        (y0, low), (y1, high) = ticks[0], ticks[-1]
+        found = low + (heights[0] + 4 - y0) * (high - low) / (y1 - y0)
+        assert found == pytest.approx(7.66, abs=0.02)
+        assert [value for _, value in ticks] == [3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"), [(2.3, 5.6, [2, 3, 4, 5, 6]), (0, 358_000, [0, 100_000, 200_000, 300_000, 400_000])]
+)
+def test_ticks_are_round_numbers(low, high, expected):
+    assert round_ticks(low, high, 4) == expected
+
+
+def first_preset(runs):
+    return [float(gate) for gate in re.search(r'data-gates="([^"]*)"', explorer(runs))[1].split(",")]
+
+
+def test_the_explorer_opens_with_the_mean_gates_of_a_trained_model_or_of_a_fresh_layer():
+    outside = {"layer": 0, "alpha": 0.9, "beta": 0.4, "mu": 0.9, "eta": 1.0}  # an ablation without bounds
+    trained = {"layer": 0, "alpha": 0.4, "beta": 0.34, "mu": 0.87, "eta": 1.01}
+    assert first_preset([training_run([1.0], [outside]), training_run([1.0], [trained])]) == [0.4, 0.34, 0.87, 1.01]
+    alpha, beta, mu, eta = first_preset([training_run([1.0])])
+    assert alpha + beta <= 1
+    assert mu >= math.exp(-2)
+    assert 0 < eta < 2
+
+
 # ------------------------------------------------------------------------------------- the explorer's own arithmetic
 
 
@@ -155,9 +201,20 @@ def test_bad_input_to_report_is_one_line_and_nothing_is_written(tmp_path, capsys
     assert not out.exists()
 
 
-def test_a_torn_result_file_is_listed_and_does_not_stop_the_page(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"kind": "spec', "not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"kind": "mqar", "chosen": [{"a": 1}]}', "not a complete result of kind &#x27;mqar&#x27;"),
+    ],
+)
+def test_a_bad_result_file_is_listed_and_does_not_stop_the_page(tmp_path, text, reason):
     runs = make_runs(tmp_path)
-    (runs / "torn.json").write_text('{"kind": "spec')
+    (runs / "bad.json").write_text(text)
+    (runs / "tiny" / "summary.json").write_text("{")  # nor does a torn summary: the run is listed as unused
     out = tmp_path / "page.html"
     assert main(["report", str(runs), "--out", str(out)]) == 0
-    assert "torn.json: not valid JSON" in out.read_text()
+    page = out.read_text()
+    assert re.search(rf"bad\.json: [^<]*{reason}", page)
+    assert "unconstrained momentum" in page

@@ -146,12 +146,12 @@ def test_a_rate_with_missing_seeds_cannot_win(recipe_file):
     assert choose(runs)[0]["learning_rate"] == 1e-3
 
 
-def test_the_figure_has_a_panel_per_length(recipe_file, tmp_path):
+def test_the_figure_has_a_panel_per_size_and_a_place_per_segment(recipe_file, tmp_path):
     chosen = choose([hand_made("attention", 1e-2, 0, 1.0, 0.8), hand_made("kda", 1e-2, 0, 0.5, 0.25)])
     recipe = load_mqar_recipe(recipe_file).model_dump(mode="json")
     save_figure(draw({"chosen": chosen, "recipe": recipe}), tmp_path / "figure.png", command="mdn mqar")
     words = (tmp_path / "figure.svg").read_text()
-    assert all(word in words for word in ("length 16, d 16", "length 32, d 16", ">attention<", ">kda<"))
+    assert all(word in words for word in ("recall, d 16", ">16:2<", ">32:4<", ">attention<", ">kda<"))
 
 
 @pytest.mark.parametrize("name", ["paper", "quick", "rewrite"])

@@ -32,12 +32,12 @@ def spectra(points: int, seed: int, records: list[LayerRecord] | None = None) ->
     panels: dict[str, np.ndarray] = {}
     results: dict[str, Any] = {"points": points, "seed": seed, "regions": {}, "layers": []}
     for name, gates in sampled_regions(points, seed).items():
-        panels[TITLES[name]] = region_eigenvalues(name, gates)
-        radius = np.abs(panels[TITLES[name]]) if name == "first order" else spectral_radius(gates)
+        panels[name] = region_eigenvalues(name, gates)
+        radius = np.abs(panels[name]) if name == "first order" else spectral_radius(gates)
         results["regions"][name] = {
-            **quadrant_shares(panels[TITLES[name]]),
+            **quadrant_shares(panels[name]),
             "largest spectral radius": float(radius.max()),
-            "smallest real part": float(panels[TITLES[name]].real.min()),
+            "smallest real part": float(panels[name].real.min()),
         }
     for record in records or []:
         values = sample_pair(record.gates)
@@ -71,7 +71,7 @@ def tables(content: dict[str, Any]) -> list[Table]:
 def draw(content: dict[str, Any]) -> Any:
     """One unit disc per panel."""
     panels = content["panels"]
-    columns = min(4, len(panels))
+    columns = len(panels) if len(panels) <= 4 else 3
     rows = -(-len(panels) // columns)
     size = (3.1 * columns, 3.3 * rows + 0.3)
     fig, axes = figure("Eigenvalues of one step", "real", "imaginary", rows=rows, columns=columns, size=size)
@@ -84,7 +84,7 @@ def draw(content: dict[str, Any]) -> Any:
         for part, colour in ((shown[~left], COLOURS[0]), (shown[left], COLOURS[1])):
             axis.plot(part.real, part.imag, ".", markersize=1.5, alpha=0.5, color=colour, rasterized=True)
         axis.set(xlim=(-1.08, 1.08), ylim=(-1.08, 1.08), aspect="equal")
-        axis.set_title(title, fontsize=8)
+        axis.set_title(TITLES.get(title, title), fontsize=9)
     for axis in list(np.asarray(axes).flat)[len(panels) :]:
         axis.set_visible(False)
     return fig

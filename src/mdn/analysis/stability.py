@@ -15,7 +15,7 @@ import torch
 from mdn.analysis.eigenvalues import GUARANTEED_LOG_MU, GateSample, pair_eigenvalues, sample_pair, spectral_radius
 from mdn.analysis.products import growth_summary, running_growth, shares_over
 from mdn.analysis.recording import LayerRecord, record_layer
-from mdn.common.plots import COLOURS, figure
+from mdn.common.plots import COLOURS, doubling_axis, figure, legend_outside, powers_of_ten
 from mdn.common.results import Table
 from mdn.layers.momentum_deltanet import MomentumDeltaNet
 
@@ -109,24 +109,44 @@ def tables(content: dict[str, Any]) -> list[Table]:
     return [Table("single steps and products of steps", [*header, "heads above 1e6", "heads above float32"], rows)]
 
 
+SMALLEST_SHOWN = -12
+"""power of ten: what shrinks further is gone, and would press the rest of the figure together"""
+
+
 def draw(content: dict[str, Any]) -> Any:
-    """Left: log10 norm of products against the window; right: the smallest real part against log mu."""
-    fig, (left, right) = figure("Stability: products of steps, and the guarantee", columns=2, size=(9.6, 3.8))
-    for number, (name, entry) in enumerate(content["sources"].items()):
+    """Left: norm of products against the window; right: the smallest real part against log mu."""
+    fig, (left, right) = figure("Stability: products of steps, and the guarantee", columns=2, size=(11.5, 4.0))
+    for number, (names, entry) in enumerate(_coinciding(content["sources"])):
         rows, colour = entry["windows"], COLOURS[number % len(COLOURS)]
         window = [row["window"] for row in rows]
-        wide = max(3.4 - 0.4 * number, 0.8)  # curves that coincide stay visible behind one another
-        left.plot(window, [row["99 % log10 norm"] for row in rows], "o-", color=colour, label=name, linewidth=wide)
+        left.plot(window, [row["99 % log10 norm"] for row in rows], "o-", color=colour, label=",\n".join(names))
         left.plot(window, [row["median log10 norm"] for row in rows], ":", color=colour)
     left.axhline(0, color="#999999", linewidth=0.8)
-    left.set_xscale("log", base=2)
-    left.set_yscale("symlog", linthresh=1)
-    left.set(title="norm of the product (99 %, dotted: median)", xlabel="steps in the window", ylabel="log10 norm")
-    left.legend(fontsize=7)
+    largest = max(row["99 % log10 norm"] for entry in content["sources"].values() for row in entry["windows"])
+    left.set_ylim(SMALLEST_SHOWN, max(largest + 2, 4))
+    left.set(title="norm of the product: 99 % of heads (dotted: median)", xlabel="steps in the window")
+    doubling_axis(left, window)
+    powers_of_ten(left.yaxis)
     rows = content["guarantee"]
     right.plot([row["log mu"] for row in rows], [row["smallest real part"] for row in rows], color=COLOURS[0])
-    right.axvline(GUARANTEED_LOG_MU, color=COLOURS[1], linestyle="--", label="−ln 8")
+    right.axvline(GUARANTEED_LOG_MU, color=COLOURS[1], linestyle="--")
+    right.text(GUARANTEED_LOG_MU + 0.06, right.get_ylim()[0], "log μ = −ln 8", color=COLOURS[1], va="bottom")
     right.axhline(0, color="#999999", linewidth=0.8)
     right.set(title="smallest real part inside the bounds", xlabel="log μ", ylabel="real part")
-    right.legend()
+    legend_outside(fig, left)
     return fig
+
+
+def _coinciding(sources: dict[str, dict[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Sources whose curves cannot be told apart (a tenth of a power of ten) share one curve and one entry."""
+    groups: list[tuple[list[str], dict[str, Any]]] = []
+    for name, entry in sources.items():
+        for names, shown in groups:
+            pairs = zip(shown["windows"], entry["windows"])
+            columns = ("99 % log10 norm", "median log10 norm")
+            if all(abs(mine[c] - other[c]) < 0.1 for mine, other in pairs for c in columns):
+                names.append(name)
+                break
+        else:
+            groups.append(([name], entry))
+    return groups

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mdn.common.plots import COLOURS, MIXER_COLOURS, figure
+from mdn.common.plots import COLOURS, MIXER_COLOURS, figure, legend_outside
 from mdn.common.progress import progress
 from mdn.common.results import Table
 
@@ -92,20 +92,19 @@ def tables(content: dict[str, Any]) -> list[Table]:
 def draw(content: dict[str, Any]) -> Any:
     """Left: the average change over decoding steps; right: its mean for every layer and head."""
     models = content["models"]
-    fig, (left, right) = figure("Change of the fast weight while decoding", columns=2, size=(9.6, 3.8))
+    fig, (left, right) = figure("Change of the fast weight while decoding", columns=2, size=(11.0, 3.8))
     for number, (name, entry) in enumerate(models.items()):
         colour = MIXER_COLOURS.get(entry["mixer"], COLOURS[number % len(COLOURS)])
         curve = np.asarray(entry["curve"])
         width = max(len(curve) // 60, 1)
         smooth = np.convolve(curve, np.ones(width) / width, mode="valid")
-        left.plot(np.arange(width, len(curve) + 1), smooth, color=colour, label=f"{name}, n = {entry['n']}")
+        left.plot(np.arange(width, len(curve) + 1), smooth, color=colour, label=f"{name} (n = {entry['n']})")
         heads = [(layer["layer"], value) for layer in entry["per layer"] for value in layer["mean change per head"]]
         offset = (number - (len(models) - 1) / 2) * 0.2
         right.plot([layer + offset for layer, _ in heads], [value for _, value in heads], "o", color=colour)
-    left.set(
-        title=f"mean over n (running mean of {width})", xlabel="decoding step", ylabel="change of S, Frobenius norm"
-    )
+    smoothed = f", smoothed over {width} steps" if width > 1 else ""
+    left.set(title=f"mean over all heads{smoothed}", xlabel="decoding step", ylabel="change of S, Frobenius norm")
     right.set(title="mean over time, every head", xlabel="layer", ylabel="change of S, Frobenius norm")
     right.xaxis.get_major_locator().set_params(integer=True)
-    left.legend(fontsize=7)
+    legend_outside(fig, left)
     return fig

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from mdn.bench.equal_size import equal_size_configs
 from mdn.bench.timing import interleaved, machine
-from mdn.common.plots import MIXER_COLOURS, figure
+from mdn.common.plots import MIXER_COLOURS, doubling_axis, figure, legend_outside, plain_log_axis
 from mdn.common.results import Table
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
 
@@ -137,7 +137,10 @@ def draw(content: dict[str, Any]) -> Any:
     rows = content["rows"]
     batches = sorted({row["batch"] for row in rows})
     fig, axes = figure(
-        "Decoding at equal size", "context (tokens)", columns=len(batches) + 1, size=(3.6 * (len(batches) + 1), 3.8)
+        "Decoding at equal size",
+        "context (tokens)",
+        columns=len(batches) + 1,
+        size=(3.6 * (len(batches) + 1) + 1.6, 3.8),
     )
     for axis, batch in zip(axes, [*batches, None]):
         for mixer in dict.fromkeys(row["mixer"] for row in rows):
@@ -145,9 +148,10 @@ def draw(content: dict[str, Any]) -> Any:
             values = [r["bytes per sequence"] / 2**20 if batch is None else 1e3 * r["seconds"] for r in shown]
             wide = 2.4 if mixer == REFERENCE else 1.2
             axis.plot([r["context"] for r in shown], values, "o-", color=MIXER_COLOURS[mixer], lw=wide, label=mixer)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
+        doubling_axis(axis, (row["context"] for row in rows))
+        plain_log_axis(axis)
         title = "memory per sequence" if batch is None else f"latency, batch {batch}"
         axis.set(title=title, ylabel="MiB" if batch is None else "ms per decoding step")
-    axes[0].legend(fontsize=6)
+        axis.tick_params(axis="x", labelsize=8)
+    legend_outside(fig, axes[0])
     return fig

@@ -115,7 +115,7 @@ def _bars(bars: list[dict[str, Any]]) -> Table:
 
 def draw(content: dict[str, Any]) -> Any:
     """Time per token against T."""
-    from mdn.common.plots import figure
+    from mdn.common.plots import doubling_axis, figure, legend_outside, plain_log_axis
 
     fig, axis = figure(title="Forward + backward, float32", x="T", y="microseconds per token", size=(8.2, 4.0))
     for name, row in content["lengths"].items():
@@ -123,8 +123,7 @@ def draw(content: dict[str, Any]) -> Any:
             points = sorted((int(time), value) for time, value in row.items())
             axis.plot(*zip(*points), marker="o", label=name)
     times = sorted({int(time) for row in content["lengths"].values() for time in row})
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(times, [f"{time:,}" for time in times])
-    fig.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    doubling_axis(axis, times)
+    plain_log_axis(axis)
+    legend_outside(fig, axis)
     return fig

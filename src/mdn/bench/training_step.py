@@ -19,7 +19,7 @@ import torch
 
 from mdn.bench.equal_size import equal_size_configs
 from mdn.bench.timing import interleaved
-from mdn.common.plots import MIXER_COLOURS, figure
+from mdn.common.plots import MIXER_COLOURS, doubling_axis, figure, legend_outside
 from mdn.common.results import Table
 from mdn.layers import MIXERS
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
@@ -160,9 +160,8 @@ def draw(content: dict[str, Any]) -> Any:
             values = [row[name] / unit for row in mine]
             axis.plot([row["length"] for row in mine], values, "o-", label=mixer, color=MIXER_COLOURS[mixer])
         axis.set(title=title, ylim=(0, None))
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
-    fig.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+        doubling_axis(axis, lengths)
+    legend_outside(fig, axes.flat[0])
     return fig
 
 

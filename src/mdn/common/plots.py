@@ -6,6 +6,7 @@ save_figure(fig, "runs/demo/loss.png", command="mdn train recipes/demo.yaml")
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ matplotlib.use("Agg")  # figures are files here; no display is needed or looked 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from mdn.common.results import command_line
 
@@ -44,6 +46,7 @@ STYLE: Any = {
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "axes.grid": True,
+    "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.prop_cycle": plt.cycler(color=COLOURS),
@@ -76,6 +79,44 @@ def figure(
         for axis in axes.flat:
             axis.set(xlabel=x, ylabel=y)
     return fig, axes
+
+
+def legend_outside(fig: Figure, axis: Axes) -> None:
+    """The axis's legend to the right of all axes, where it covers no curve."""
+    fig.legend(*axis.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+
+
+def doubling_axis(axis: Axes, values: Iterable[int]) -> None:
+    """A logarithmic x axis with plain numbers at the given values."""
+    values = sorted(set(values))
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(values, [f"{value:,}" for value in values])
+    axis.minorticks_off()
+
+
+def plain_log_axis(axis: Axes) -> None:
+    """A logarithmic y axis with plain numbers: 1, 2, 5, 10, 20, ..."""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.yaxis.set_minor_locator(NullLocator())
+
+
+def count_axis(axis: Axes) -> None:
+    """Large numbers on the x axis as 200k, 1.5M instead of 1.5 and a factor 1e6 in a corner."""
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+
+
+def short_count(value: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def powers_of_ten(axis: Any) -> None:
+    """Ticks of an x or y axis of exponents as the numbers they stand for."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"$10^{{{value:g}}}$"))
 
 
 def save_figure(fig: Figure, path: str | Path, command: str | None = None) -> list[Path]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mdn.common.plots import COLOURS, figure
+from mdn.common.plots import COLOURS, figure, powers_of_ten
 from mdn.common.results import Table
 from mdn.experiments.ablation import EXACT, PAPER, ROWS
 
@@ -72,8 +72,8 @@ def tables(content: dict[str, Any]) -> list[Table]:
     rows = []
     for entry in content["rows"]:
         bits = entry["bits per byte"]
-        seeds = f"{len(bits)} seed{'s' if len(bits) > 1 else ''}"
-        spread = f"{np.mean(bits):.3f} ({min(bits):.3f} to {max(bits):.3f}, {seeds})" if bits else "–"
+        spread = f"{np.mean(bits):.3f} ({min(bits):.3f} to {max(bits):.3f}, {len(bits)} seeds)" if bits else "–"
+        spread = f"{bits[0]:.3f} (1 seed)" if len(bits) == 1 else spread
         growth = "–" if entry["largest log10 growth"] is None else f"{entry['largest log10 growth']:.1f}"
         exact, paper = _steps(entry["diverged at"]), _steps(entry[IN_PAPER])
         rows.append([entry["row"], entry["paper reports"], exact, spread, paper, growth, entry["verdict"]])
@@ -103,5 +103,6 @@ def draw(content: dict[str, Any]) -> Any:
         axis.set_yticks(range(len(rows)), [entry["row"] for entry in rows] if axis is left else [])
     left.set(xlabel="held-out bits per byte (a point per seed)")
     right.axvline(GROWS, color="#999999", linewidth=0.8, linestyle="--")
-    right.set(xlabel="largest growth of a disturbance on held-out text, powers of ten")
+    right.set(xlabel="largest growth of a disturbance (beyond the dashes: the state grows)")
+    powers_of_ten(right.xaxis)
     return fig

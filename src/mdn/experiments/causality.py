@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mdn.common.plots import COLOURS, figure
+from mdn.common.plots import COLOURS, figure, legend_outside
 from mdn.common.results import Table
 from mdn.experiments.ablation import EXACT, AblationCell, AblationScale
 from mdn.experiments.mqar import MqarRecipe, segment_accuracy, train_cell_model
@@ -159,8 +159,8 @@ def tables(content: dict[str, Any]) -> list[Table]:
 def draw(content: dict[str, Any]) -> Any:
     """One panel per task and test: as trained against decoded stepwise, a point per seed."""
     results = content["results"]
-    panels = sorted({(r["cell"]["task"], name) for r in results for name in r["as trained"]})
-    size = (max(3.2 * len(panels), 4.0), 3.8)
+    panels = list(dict.fromkeys((r["cell"]["task"], name) for r in results for name in r["as trained"]))
+    size = (3.2 * len(panels) + 1.6, 3.8)
     fig, axes = figure("Blockwise training, stepwise decoding", "block size", columns=len(panels), size=size)
     for axis, (task, name) in zip(np.atleast_1d(axes), panels):
         chosen = [r for r in results if r["cell"]["task"] == task and name in r["as trained"]]
@@ -173,6 +173,5 @@ def draw(content: dict[str, Any]) -> Any:
         axis.set_xticks(range(len(sizes)), [str(size) for size in sizes])
         axis.margins(x=0.15)
         axis.set(title=f"{task}, {name}", xlabel="block size", ylabel=TASKS[task])
-    handles = np.atleast_1d(axes)[0].get_legend_handles_labels()
-    fig.legend(*handles, loc="outside lower center", ncols=2, fontsize=8)
+    legend_outside(fig, np.atleast_1d(axes)[0])
     return fig

@@ -12,7 +12,7 @@ from typing import Any
 
 from mdn.common.results import Table
 from mdn.evaluation.suites import Column, Suite, Work
-from mdn.experiments.mqar import MqarRecipe, Segment, segment_accuracy
+from mdn.experiments.mqar import MqarRecipe, segment_accuracy
 
 Chosen = dict[str, Any]
 """a mixer of one size at its best learning rate; ``accuracy`` has a list over seeds for every test segment"""
@@ -77,35 +77,37 @@ def _percent(values: list[float]) -> str:
 
 
 def draw(content: dict[str, Any]) -> Any:
-    """Accuracy against the number of pairs, a panel per length and a row per model size; bars are the spread."""
-    from mdn.common.plots import MIXER_COLOURS, figure
+    """Accuracy by test segment, a panel per model size; lines join segments of one length, bars are the spread."""
+    from mdn.common.plots import MIXER_COLOURS, figure, legend_outside
 
-    chosen, test = content["chosen"], [Segment.model_validate(segment) for segment in content["recipe"]["test"]]
-    lengths = sorted({segment.length for segment in test})
+    chosen = content["chosen"]
+    test = sorted((segment["length"], segment["pairs"]) for segment in content["recipe"]["test"])
+    lengths = sorted({length for length, _ in test})
+    places = [number + 0.6 * lengths.index(length) for number, (length, _) in enumerate(test)]  # a gap between lengths
+    names = [f"{length}:{pairs}" for length, pairs in test]
     sizes = sorted({row["hidden_size"] for row in chosen})
-    size = (1.0 + 2.6 * len(lengths), 1.2 + 2.6 * len(sizes))
-    fig, axes = figure("", "pairs", "", rows=len(sizes), columns=len(lengths), size=size)
-    panels = [axes] if len(sizes) * len(lengths) == 1 else list(axes.flat)
-    for number, axis in enumerate(panels):
-        length, hidden_size = lengths[number % len(lengths)], sizes[number // len(lengths)]
-        segments = sorted((s for s in test if s.length == length), key=lambda s: s.pairs)
-        for row in (row for row in chosen if row["hidden_size"] == hidden_size):
-            scores = [row["accuracy"][segment.name] for segment in segments]
-            axis.errorbar(
-                [segment.pairs for segment in segments],
-                [100 * statistics.fmean(values) for values in scores],
-                yerr=[100 * spread(values) for values in scores],
-                color=MIXER_COLOURS[row["mixer"]],
-                marker="o",
-                capsize=2,
-                label=row["mixer"],
-            )
-        axis.set(title=f"length {length}, d {hidden_size}", ylim=(-3, 103), xscale="log")
-        axis.set_xticks([s.pairs for s in segments], [str(s.pairs) for s in segments], minor=False)
-        axis.minorticks_off()
-        if number % len(lengths) == 0:
-            axis.set_ylabel("accuracy, %")
-    fig.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8)
+    fig, axes = figure("", rows=len(sizes), size=(9.5, 0.8 + 3.0 * len(sizes)))
+    panels = [axes] if len(sizes) == 1 else list(axes.flat)
+    for axis, hidden_size in zip(panels, sizes):
+        shown = [row for row in chosen if row["hidden_size"] == hidden_size]
+        for number, row in enumerate(shown):
+            aside = 0.07 * (number - (len(shown) - 1) / 2)  # bars of one segment stand beside each other
+            for length in lengths:
+                mine = [i for i, (other, _) in enumerate(test) if other == length]
+                scores = [row["accuracy"][names[i]] for i in mine]
+                axis.errorbar(
+                    [places[i] + aside for i in mine],
+                    [100 * statistics.fmean(values) for values in scores],
+                    yerr=[100 * spread(values) for values in scores],
+                    color=MIXER_COLOURS[row["mixer"]],
+                    marker="o",
+                    capsize=2,
+                    elinewidth=1.0,
+                    label=row["mixer"] if length == lengths[0] else None,
+                )
+        axis.set(title=f"recall, d {hidden_size}", ylim=(-3, 103), xlabel="length:pairs", ylabel="accuracy, %")
+        axis.set_xticks(places, names)
+    legend_outside(fig, panels[0])
     return fig
 
 

@@ -25,7 +25,7 @@ GATE_PANELS = (
 
 def plot_loss(run_dir: Path, recipe: Recipe, command: str) -> Path | None:
     """loss.png and loss.svg: every step, its running mean, and the held-out evaluations."""
-    from mdn.common.plots import figure, save_figure
+    from mdn.common.plots import count_axis, figure, save_figure
 
     lines = read_metrics(run_dir / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
@@ -42,9 +42,7 @@ def plot_loss(run_dir: Path, recipe: Recipe, command: str) -> Path | None:
     if held_out:
         at = [line["step"] * recipe.training.batch_tokens for line in held_out]
         axis.plot(at, [line["held_out"]["loss"] for line in held_out], "o", label="held-out text")
-    finite = losses[np.isfinite(losses)]
-    if len(finite):
-        axis.set_ylim(min(finite.min(), mean[np.isfinite(mean)].min()) * 0.95, np.quantile(finite, 0.995) * 1.05)
+    count_axis(axis)
     axis.legend()
     return save_figure(fig, run_dir / "loss.png", command)[0]
 

@@ -6,6 +6,7 @@ import math
 from html import escape
 
 from mdn.analysis.report.collect import TrainingRun
+from mdn.common.plots import short_count
 
 POINTS = 300
 MOST_CURVES = 8
@@ -38,8 +39,9 @@ def _drawing(curves: list[Points], width: int, height: int, size: str, label: st
     """The whole range of the loss: nothing is clipped."""
     losses = [y for curve in curves for _, y in curve]
     y_ticks = round_ticks(min(losses), max(losses), 5)
-    x_ticks = round_ticks(0, max(x for curve in curves for x, _ in curve), 6 if size == "wide" else 3)
-    low, high, right = y_ticks[0], y_ticks[-1], x_ticks[-1]
+    right = max(x for curve in curves for x, _ in curve)
+    x_ticks = [tick for tick in round_ticks(0, right, 8 if size == "wide" else 4) if tick <= right]
+    low, high = y_ticks[0], y_ticks[-1]
 
     def x_of(tokens: float) -> float:
         return LEFT + (width - LEFT - RIGHT) * tokens / right
@@ -53,7 +55,7 @@ def _drawing(curves: list[Points], width: int, height: int, size: str, label: st
         parts.append(f'<path class="grid" d="M{LEFT} {y_of(loss):.1f}H{width - RIGHT}"></path>')
         parts.append(f'<text x="{LEFT - 6}" y="{y_of(loss) + 4:.1f}" text-anchor="end">{loss:g}</text>')
     for tokens in x_ticks:
-        parts.append(f'<text x="{x_of(tokens):.1f}" y="{floor + 17}" text-anchor="middle">{short(tokens)}</text>')
+        parts.append(f'<text x="{x_of(tokens):.1f}" y="{floor + 17}" text-anchor="middle">{short_count(tokens)}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {TOP}V{floor}H{width - RIGHT}"></path>')
     parts.append(f'<text x="{width - RIGHT}" y="{height - 6}" text-anchor="end">tokens</text>')
     for number, curve in enumerate(curves):
@@ -79,10 +81,3 @@ def round_ticks(low: float, high: float, count: int) -> list[float]:
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(number * step, 12) for number in range(first, last + 1)]
-
-
-def short(tokens: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if tokens >= size:
-            return f"{tokens / size:g}{unit}"
-    return f"{tokens:g}"

@@ -36,6 +36,7 @@ PRESETS = (
     Preset("outside the bounds", 0.9, 1, 0.1, 2),
 )
 MOST_LAYERS = 4
+GATES = ("alpha", "beta", "mu", "eta")
 
 
 def asset(name: str) -> str:
@@ -94,14 +95,15 @@ def explorer(runs: list[TrainingRun]) -> str:
 
 
 def _trained_presets(runs: list[TrainingRun]) -> list[Preset]:
-    """Mean gates of the layers of the first run that has recorded some."""
-    gates = next((run.gates for run in runs if run.gates), [])
-    return [
-        Preset(
-            f"trained, layer {entry['layer']:g}", *(round(entry[name], 3) for name in ("alpha", "beta", "mu", "eta"))
-        )
-        for entry in gates[:MOST_LAYERS]
-    ]
+    """Mean gates of the layers of the first run that recorded some and has the layer's bounds (an ablation may not)."""
+    for run in runs:
+        if run.gates and all(layer["alpha"] + layer["beta"] <= 1 for layer in run.gates):
+            name = run.name.rsplit("/", 1)[-1]
+            return [
+                Preset(f"{name}, layer {layer['layer']:g}", *(round(layer[gate], 3) for gate in GATES))
+                for layer in run.gates[:MOST_LAYERS]
+            ]
+    return []
 
 
 def _fresh_preset() -> Preset:
@@ -141,14 +143,18 @@ def _runs_table(runs: list[TrainingRun]) -> Table:
 def _html(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.header)
     rows = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
-        for row in table.rows
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in table.rows
     )
     caption = f'<p class="caption">{escape(table.caption)}</p>' if table.caption else ""
     # A wide table scrolls by itself; with a tabindex the keyboard can scroll it too.
     label = escape(table.caption or "table", quote=True)
     inner = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return f'{caption}<div class="scroll" tabindex="0" role="region" aria-label="{label}">{inner}</div>'
+
+
+def _cell(text: str) -> str:
+    """Numbers and short words stay on one line."""
+    return f"<td>{escape(text)}</td>" if len(text) > 20 else f'<td class="short">{escape(text)}</td>'
 
 
 def _figure(path: Path, command: str) -> str:

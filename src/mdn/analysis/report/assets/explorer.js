@@ -45,8 +45,8 @@ function place(id, real, imaginary) {
   byId(id).setAttribute("transform", `translate(${(100 * real).toFixed(3)} ${(-100 * imaginary).toFixed(3)})`);
 }
 
-function path(values, top) {
-  const points = values.map((y, t) => `${((300 * t) / STEPS).toFixed(1)} ${(108 - (88 * y) / top).toFixed(2)}`);
+function path(values, top, zero) {
+  const points = values.map((y, t) => `${((300 * t) / STEPS).toFixed(1)} ${(zero - ((zero - 20) * y) / top).toFixed(2)}`);
   return "M" + points.join("L");
 }
 
@@ -75,6 +75,20 @@ function layerText() {
   return "can produce these gates; inside its bounds every step stays in the right half plane";
 }
 
+// Zero is in the middle, or at the bottom when nothing is below it.
+function drawResponse(same, other) {
+  const all = [...same, ...other];
+  const top = roundUp(Math.max(...all.map(Math.abs), 1e-3));
+  const below = Math.min(...all) < -0.01 * top;
+  const zero = below ? 110 : 200;
+  byId("response-same").setAttribute("d", path(same, top, zero));
+  byId("response-other").setAttribute("d", path(other, top, zero));
+  byId("response-line").setAttribute("d", `M0 ${zero}H300`);
+  byId("response-zero").setAttribute("y", String(zero + 4));
+  byId("response-top").textContent = String(Number(top.toPrecision(3)));
+  byId("response-bottom").textContent = below ? `−${Number(top.toPrecision(3))}` : "";
+}
+
 function update() {
   const [alpha, beta, mu, eta] = gates();
   NAMES.forEach((name) => {
@@ -86,13 +100,7 @@ function update() {
   place("eigenvalue-alpha", alpha, 0);
   place("eigenvalue-mu", mu, 0);
   const modulus = Math.max(Math.hypot(real1, imaginary1), Math.hypot(real2, imaginary2));
-  const same = response(1);
-  const other = response(0);
-  const top = roundUp(Math.max(...same.map(Math.abs), ...other.map(Math.abs), 1e-3));
-  byId("response-same").setAttribute("d", path(same, top));
-  byId("response-other").setAttribute("d", path(other, top));
-  byId("response-top").textContent = String(Number(top.toPrecision(3)));
-  byId("response-bottom").textContent = `−${Number(top.toPrecision(3))}`;
+  drawResponse(response(1), response(0));
   byId("pair-text").textContent = `${complexText(real1, imaginary1)} and ${complexText(real2, imaginary2)}`;
   byId("modulus-text").textContent = modulus.toFixed(4);
   byId("step-text").textContent = stepText(modulus, Math.min(real1, real2));
