@@ -1,13 +1,13 @@
-// Calls every entry point of the native CPU kernel once per combination of switches, on buffers of exactly the right size, and looks
-// at every number that comes back. Run under valgrind it shows that nothing uninitialised is read or returned; under
-// AddressSanitizer, that nothing outside the buffers is touched.
+// Calls every entry point of the native CPU kernel once per combination of switches, on buffers of exactly the right
+// size, and looks at every number that comes back. Run under valgrind it shows that nothing uninitialised is read or
+// returned; under AddressSanitizer, that nothing outside the buffers is touched.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <vector>
 
-#include "../../src/mdn/ops/cpu/csrc/problem.h"
+#include "../../src/mdn/ops/cpu/csrc/interface.h"
 
 namespace {
 
@@ -43,13 +43,15 @@ void look_at(const char* name, const void* values, long count, bool bfloat16) {
     for (long i = 0; values != nullptr && i < count; ++i) {
         const bool finite = bfloat16 ? (static_cast<const uint16_t*>(values)[i] & 0x7f80) != 0x7f80
                                      : std::isfinite(static_cast<const float*>(values)[i]);
-        if (!finite) std::printf("%s[%ld] is not finite\n", name, i), ++failures;
+        if (finite) continue;
+        std::printf("%s[%ld] is not finite\n", name, i);
+        ++failures;
     }
 }
 
 struct Switches {
     bool bfloat16, with_p, momentum, erase, state;
-    long slices;
+    long slices, chunk_size;
 };
 
 void run_sequences(const Switches& on) {
@@ -61,59 +63,102 @@ void run_sequences(const Switches& on) {
     const long tokens = offsets[sequences], keys = tokens * heads * key_dim, values = tokens * value_heads * value_dim;
     const long gates = tokens * value_heads, key_gradients = tokens * parts * key_dim, gate_gradients = tokens * parts;
     MdnProblem x = {};
-    x.sequences = sequences, x.key_heads = heads, x.value_heads = value_heads, x.slices = on.slices;
-    x.key_dim = key_dim, x.value_dim = value_dim, x.chunk = 32, x.threads = 2, x.bfloat16 = on.bfloat16;
-    x.float32_key_gradient = 1, x.l2norm = 1, x.p_times_alpha = 1, x.has_momentum = on.momentum, x.has_erase = on.erase;
-    x.scale = 0.2, x.offsets = offsets;
-    x.q = random_values(keys, on.bfloat16), x.k = random_values(keys, on.bfloat16);
+    x.sequences = sequences;
+    x.key_heads = heads;
+    x.value_heads = value_heads;
+    x.slices = on.slices;
+    x.key_dim = key_dim;
+    x.value_dim = value_dim;
+    x.chunk_size = on.chunk_size;
+    x.threads = 2;
+    x.bfloat16 = on.bfloat16;
+    x.float32_key_gradient = 1;
+    x.l2norm = 1;
+    x.p_times_alpha = 1;
+    x.has_momentum = on.momentum;
+    x.has_erase = on.erase;
+    x.scale = 0.2;
+    x.offsets = offsets;
+    x.q = random_values(keys, on.bfloat16);
+    x.k = random_values(keys, on.bfloat16);
     x.p = on.with_p ? random_values(keys, on.bfloat16) : nullptr;
     x.v = random_values(values, on.bfloat16);
-    x.log_alpha = random_floats(gates, -1, 0), x.beta = random_floats(gates, 0, 1), x.eta = random_floats(gates, 0, 1);
+    x.log_alpha = random_floats(gates, -1, 0);
+    x.beta = random_floats(gates, 0, 1);
+    x.eta = random_floats(gates, 0, 1);
     x.log_mu = on.momentum ? random_floats(gates, -1, 0) : nullptr;
-    x.initial_state = on.state ? random_floats(state_size) : nullptr;
-    x.initial_momentum = on.state && on.momentum ? random_floats(state_size) : nullptr;
-    x.o = fresh<float>(values), x.residual = fresh<float>(values), x.final_state = fresh<float>(state_size);
-    x.final_momentum = on.momentum ? fresh<float>(state_size) : nullptr;
+    x.initial_S = on.state ? random_floats(state_size) : nullptr;
+    x.initial_M = on.state && on.momentum ? random_floats(state_size) : nullptr;
+    x.o = fresh<float>(values);
+    x.residual = fresh<float>(values);
+    x.final_S = fresh<float>(state_size);
+    x.final_M = on.momentum ? fresh<float>(state_size) : nullptr;
     failures += mdn_forward(&x);
-    look_at("o", x.o, values, on.bfloat16), look_at("residual", x.residual, values, false);
-    look_at("final_state", x.final_state, state_size, false), look_at("final_momentum", x.final_momentum, x.final_momentum ? state_size : 0, false);
+    look_at("o", x.o, values, on.bfloat16);
+    look_at("residual", x.residual, values, false);
+    look_at("final_S", x.final_S, state_size, false);
+    look_at("final_M", x.final_M, x.final_M ? state_size : 0, false);
 
     x.grad_o = x.o;
-    x.grad_final_state = on.state ? x.final_state : nullptr, x.grad_final_momentum = on.state ? x.final_momentum : nullptr;
-    x.dq = fresh<float>(key_gradients), x.dk = fresh<float>(key_gradients), x.dv = fresh<float>(values);
-    x.dp = on.with_p && on.erase ? fresh<float>(key_gradients) : nullptr;
-    x.dlog_alpha = fresh<float>(gate_gradients), x.dbeta = fresh<float>(gate_gradients), x.deta = fresh<float>(gate_gradients);
-    x.dlog_mu = on.momentum ? fresh<float>(gate_gradients) : nullptr;
-    x.dinitial_state = on.state ? fresh<float>(state_size) : nullptr;
-    x.dinitial_momentum = on.state && on.momentum ? fresh<float>(state_size) : nullptr;
+    x.grad_final_S = on.state ? x.final_S : nullptr;
+    x.grad_final_M = on.state ? x.final_M : nullptr;
+    x.grad_q = fresh<float>(key_gradients);
+    x.grad_k = fresh<float>(key_gradients);
+    x.grad_v = fresh<float>(values);
+    x.grad_p = on.with_p && on.erase ? fresh<float>(key_gradients) : nullptr;
+    x.grad_log_alpha = fresh<float>(gate_gradients);
+    x.grad_beta = fresh<float>(gate_gradients);
+    x.grad_eta = fresh<float>(gate_gradients);
+    x.grad_log_mu = on.momentum ? fresh<float>(gate_gradients) : nullptr;
+    x.grad_initial_S = on.state ? fresh<float>(state_size) : nullptr;
+    x.grad_initial_M = on.state && on.momentum ? fresh<float>(state_size) : nullptr;
     failures += mdn_backward(&x);
-    for (const void* d : {x.dq, x.dk, x.dp}) look_at("gradient of a key", d, key_gradients, false);
-    for (const float* d : {x.dlog_alpha, x.dlog_mu, x.dbeta, x.deta}) look_at("gradient of a gate", d, gate_gradients, false);
-    look_at("dv", x.dv, values, on.bfloat16);
-    for (const float* d : {x.dinitial_state, x.dinitial_momentum}) look_at("gradient of a state", d, state_size, false);
+    for (const void* gradient : {x.grad_q, x.grad_k, x.grad_p})
+        look_at("gradient of a key", gradient, key_gradients, false);
+    for (const float* gradient : {x.grad_log_alpha, x.grad_log_mu, x.grad_beta, x.grad_eta})
+        look_at("gradient of a gate", gradient, gate_gradients, false);
+    look_at("grad_v", x.grad_v, values, on.bfloat16);
+    for (const float* gradient : {x.grad_initial_S, x.grad_initial_M})
+        look_at("gradient of a state", gradient, state_size, false);
 }
 
 void run_step(const Switches& on) {
     const long batch = 3, slots = 5, heads = 1, value_heads = 2, key_dim = 20, value_dim = 35;
     const long state_size = slots * value_heads * key_dim * value_dim, values = batch * value_heads * value_dim;
     int64_t* chosen = fresh<int64_t>(batch);
-    chosen[0] = 4, chosen[1] = 0, chosen[2] = 2;
+    chosen[0] = 4;
+    chosen[1] = 0;
+    chosen[2] = 2;
     MdnStep x = {};
-    x.batch = batch, x.slot_count = slots, x.key_heads = heads, x.value_heads = value_heads;
-    x.key_dim = key_dim, x.value_dim = value_dim, x.threads = 2, x.bfloat16 = on.bfloat16, x.l2norm = 1;
-    x.p_times_alpha = 1, x.has_momentum = on.momentum, x.has_erase = on.erase, x.scale = 0.2, x.slots = chosen;
-    x.q = random_values(batch * heads * key_dim, on.bfloat16), x.k = random_values(batch * heads * key_dim, on.bfloat16);
+    x.batch = batch;
+    x.slot_count = slots;
+    x.key_heads = heads;
+    x.value_heads = value_heads;
+    x.key_dim = key_dim;
+    x.value_dim = value_dim;
+    x.threads = 2;
+    x.bfloat16 = on.bfloat16;
+    x.l2norm = 1;
+    x.p_times_alpha = 1;
+    x.has_momentum = on.momentum;
+    x.has_erase = on.erase;
+    x.scale = 0.2;
+    x.slots = chosen;
+    x.q = random_values(batch * heads * key_dim, on.bfloat16);
+    x.k = random_values(batch * heads * key_dim, on.bfloat16);
     x.p = on.with_p ? random_values(batch * heads * key_dim, on.bfloat16) : nullptr;
     x.v = random_values(values, on.bfloat16);
-    x.log_alpha = random_floats(batch * value_heads, -1, 0), x.beta = random_floats(batch * value_heads, 0, 1);
+    x.log_alpha = random_floats(batch * value_heads, -1, 0);
+    x.beta = random_floats(batch * value_heads, 0, 1);
     x.log_mu = on.momentum ? random_floats(batch * value_heads, -1, 0) : nullptr;
-    x.state = random_floats(state_size), x.momentum = on.momentum ? random_floats(state_size) : nullptr;
+    x.S = random_floats(state_size);
+    x.M = on.momentum ? random_floats(state_size) : nullptr;
     const int64_t strides[3] = {value_heads * key_dim * value_dim, key_dim * value_dim, value_dim};
-    for (int i = 0; i < 3; ++i) x.state_strides[i] = x.momentum_strides[i] = strides[i];
+    for (int i = 0; i < 3; ++i) x.S_strides[i] = x.M_strides[i] = strides[i];
     x.o = fresh<float>(values);
     failures += mdn_step(&x);
     look_at("o of a step", x.o, values, on.bfloat16);
-    for (const float* state : {x.state, x.momentum}) look_at("state of a step", state, state_size, false);
+    for (const float* state : {x.S, x.M}) look_at("state of a step", state, state_size, false);
     chosen[1] = slots;
     failures += mdn_step(&x) != 2;  // a slot out of range is refused
 }
@@ -121,8 +166,9 @@ void run_step(const Switches& on) {
 }  // namespace
 
 int main() {
-    for (int bits = 0; bits < 32; ++bits) {
-        const Switches on{(bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, (bits & 8) != 0, (bits & 16) != 0, 1 + bits % 2};
+    for (int bits = 0; bits < 64; ++bits) {
+        const auto bit = [&](int i) { return (bits >> i & 1) != 0; };
+        const Switches on{bit(0), bit(1), bit(2), bit(3), bit(4), bit(0) ? 2 : 1, bit(5) ? 32 : 12};
         run_sequences(on);
         run_step(on);
         buffers.clear();

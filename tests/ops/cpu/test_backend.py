@@ -10,7 +10,7 @@ import torch
 import mdn.ops
 from cpu_cases import GRADIENT_ERROR, OUTPUT_ERROR, Inputs, definition, error, make_inputs, options_for
 from mdn.ops import cpu
-from mdn.ops.cpu import library
+from mdn.ops.cpu import bindings
 
 
 def chunked(inputs: Inputs, backend: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +69,7 @@ def test_asked_for_by_name_where_it_was_not_built_it_raises_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MDN_CPU_LIBRARY_DIR", str(tmp_path))
-    library._find.cache_clear()
+    bindings._find.cache_clear()
     try:
         assert cpu.why_unavailable() is not None
         with pytest.raises(ValueError, match="compiler"):
@@ -77,4 +77,4 @@ def test_asked_for_by_name_where_it_was_not_built_it_raises_with_the_reason(
         assert "compiler" in mdn.ops.explain_backend(torch.zeros(1))
         assert mdn.ops.explain_backend(torch.zeros(1)).startswith("auto -> torch")
     finally:
-        library._find.cache_clear()
+        bindings._find.cache_clear()

@@ -21,7 +21,7 @@ from cpu_cases import (
 )
 from mdn.ops import cpu
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.cpu import library
+from mdn.ops.cpu import bindings
 from mdn.ops.momentum.interface import RuleOptions
 
 NAMES = ("q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta", "initial_state")
@@ -32,9 +32,9 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Runs a test with the variant that was chosen for this processor, and with the one for any processor."""
     if request.param != "best":
         monkeypatch.setenv("MDN_CPU_ISA", request.param)
-    library._find.cache_clear()
+    bindings._find.cache_clear()
     yield cpu.instruction_set()
-    library._find.cache_clear()
+    bindings._find.cache_clear()
 
 
 def check(inputs: Inputs, options: RuleOptions | None = None, boundaries: SequenceBoundaries | None = None) -> None:

@@ -15,16 +15,16 @@ import torch
 
 from cpu_cases import Inputs, make_inputs, options_for
 from mdn.ops import cpu
-from mdn.ops.cpu import library
+from mdn.ops.cpu import bindings
 
 
 @pytest.fixture
 def fresh_library(monkeypatch: pytest.MonkeyPatch):
     """Loads again with the environment of the test, and once more afterwards."""
-    library._find.cache_clear()
+    bindings._find.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    library._find.cache_clear()
+    bindings._find.cache_clear()
 
 
 def test_the_kernel_is_built_here_and_the_best_variant_is_chosen() -> None:
@@ -56,14 +56,28 @@ def test_an_instruction_set_that_cannot_be_used_is_refused(fresh_library: pytest
     assert (cpu.why_unavailable() is None) == supported
 
 
-def test_the_structs_have_the_size_that_the_library_was_built_with() -> None:
-    sizes = (ctypes.c_int64 * 2)()
-    library.library().mdn_struct_sizes(sizes)
-    assert list(sizes) == [ctypes.sizeof(library.Problem), ctypes.sizeof(library.Step)]
+class LongerProblem(bindings.Problem):
+    _fields_ = (("added", ctypes.c_int64),)
+
+
+@pytest.mark.parametrize("change", [{"INTERFACE_VERSION": 99}, {"Problem": LongerProblem}])
+def test_a_library_built_from_other_sources_is_refused(
+    fresh_library: pytest.MonkeyPatch, change: dict[str, object]
+) -> None:
+    """As after pulling new sources into an editable install without building them."""
+    for name, value in change.items():
+        fresh_library.setattr(bindings, name, value)
+    reason = cpu.why_unavailable()
+    assert reason is not None
+    assert "built from other sources" in reason
+    assert "build_ext --inplace" in reason
+    inputs = make_inputs(time=2)
+    with pytest.raises(RuntimeError, match="rebuild it"):
+        cpu.forward(inputs.as_tuple(), None, options_for(inputs), False)
 
 
 def test_importing_the_backend_loads_no_library() -> None:
-    code = "import mdn.ops.cpu as cpu, mdn.ops.cpu.library as l; assert l._find.cache_info().currsize == 0"
+    code = "import mdn.ops.cpu as cpu, mdn.ops.cpu.bindings as l; assert l._find.cache_info().currsize == 0"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

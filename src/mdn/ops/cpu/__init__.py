@@ -7,10 +7,10 @@ The first-order rules have no momentum: ``S_t = alpha_t S_{t-1} + beta_t k_t (v_
 state, ``[N, HV, K, V]``, and cost half as much:
 
     first_order_forward(q, k, v, p, log_alpha, beta, initial_state, boundaries, options, save_residual, erase=True)
-        -> (o, final_state, residual)
+        -> ForwardResult(o, final_state, residual)
     first_order_backward(grad_o, grad_final_state, q, k, v, p, log_alpha, beta, initial_state, residual, boundaries,
                          options, erase=True)
-        -> (dq, dk, dv, dp | None, dlog_alpha | None, dbeta | None, dinitial_state | None)
+        -> gradients of q, k, v, p, log_alpha, beta, initial_state (None where the input is None)
     first_order_step_(q, k, v, p, log_alpha, beta, S, state_indices, options, erase=True) -> o
 
 There ``log_alpha=None`` means alpha = 1, ``beta=None`` means beta = 1, and ``erase=False`` means p = 0 (nothing is
@@ -20,9 +20,9 @@ subtracted from v: linear attention, scalar decay). Everything else (``p=None`` 
 
 from __future__ import annotations
 
+from mdn.ops.cpu.bindings import instruction_set, why_unavailable
 from mdn.ops.cpu.chunked import backward, first_order_backward, first_order_forward, forward
 from mdn.ops.cpu.decode import first_order_step_, prepared_first_order_step, prepared_step, step_
-from mdn.ops.cpu.library import instruction_set, why_unavailable
 
 __all__ = [
     "backward",

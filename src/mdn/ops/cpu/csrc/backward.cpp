@@ -1,418 +1,429 @@
-// The backward pass. Only R was saved; the states at every chunk's start are rebuilt from it, then chunks are visited last to first.
+// The backward pass. Only R was saved; the states at every chunk's start are rebuilt from it, then chunks are visited
+// last to first. Equations of docs/derivation.md, with grad_S' and grad_M' the gradients of the states after the chunk:
 //
-// Per chunk, with S, M the states before it, dS, dM the gradients of the states after it, W, A, gates as in forward.cpp:
-//     dR = W^T dO + diag(write_state) K dS + diag(write_momentum) K dM;       (I + A)^T dU = dR;       dV = dU
-//     dQ = diag(abar) dO S^T - diag(b) dO M^T + ...                  dP = -diag(abar_prev) dU S^T + diag(b_prev) dU M^T + ...
-//     dK = diag(write_state) R dS^T + diag(write_momentum) R dM^T + ...      "...": through W and A (through_keys)
-//     dS <- abar_C dS + Q^T diag(abar) dO - P^T diag(abar_prev) dU
-//     dM <- mbar_C dM - b_C dS - Q^T diag(b) dO + P^T diag(b_prev) dU
-// Gradients of q, k, p are built transposed, [K, C]: then both operands of every product above are read as they lie in memory, and
-// the scalar products that the gates need (such as dO_i . S^T q_i) are sums over rows.
+//     grad_R = attend^T grad_O + diag(write_S) K grad_S' - diag(write_M) K grad_M'                             (9)
+//     (I + erase)^T grad_target = grad_R,    grad_V = grad_target                                             (10)
+//     grad_S0 = abar_C grad_S' + Q^T diag(abar) grad_O - P^T diag(abar_prev) grad_target                      (11)
+//     grad_M0 = mbar_C grad_M' - b_C grad_S' - Q^T diag(b) grad_O + P^T diag(b_prev) grad_target
+//     grad_erase = -grad_target R^T,    grad_attend = grad_O R^T                                              (12)
+//     grad_pk = grad_erase * gamma_S_prev,    grad_qk = grad_attend * gamma_S                                 (13)
+//     grad_gamma_S_prev += grad_erase * pk,    grad_gamma_S += grad_attend * qk
+//     grad_Q = diag(abar) grad_O S0^T - diag(b) grad_O M0^T + grad_qk K                                       (14)
+//     grad_P = -diag(abar_prev) grad_target S0^T + diag(b_prev) grad_target M0^T + grad_pk K
+//     grad_K = diag(write_S) R grad_S'^T - diag(write_M) R grad_M'^T + grad_qk^T Q + grad_pk^T P
+//     gradients of abar, b, mbar, write_S, write_M: the scalar products inside these                          (15)
+//
+// Gradients of q, k, p are built transposed, [K, C]: then both operands of every product above are read as they lie in
+// memory, and the scalar products of (15) are sums over rows.
 #include "gate_gradients.h"
 #include "state.h"
 #include "threads.h"
+#include "triangular.h"
 
 namespace mdn {
 namespace {
 
-// Of the states, and of their gradients: [K, V].
-struct States {
-    float *state, *momentum;
-    long stride;
-
-    StatePanel panel(long column) const { return {state + column, momentum + column, stride}; }
-};
-
 struct Workspace {
     Gates gates;
-    Keys keys;
+    TokenVectors vectors;
     GateGradients gate_gradients;
-    long square_stride, state_stride, states_size;
-    float *pk, *qk, *erase, *read;               // [C, C]: P K^T and Q K^T, then A and W
-    float *erase_columns, *read_columns;         // their transposes; later those of dpk and dqk
-    float *dpk, *dqk;                            // [C, C]: gradients of P K^T and Q K^T
-    float* qp_columns;                           // [K, 2 C]: Q and P transposed, side by side
-    float *dq_columns, *dk_columns, *dp_columns; // [K, C]
-    float *dout, *du;                            // [C, V]
-    float *dout_columns, *du_columns, *residual_columns;  // [V, C]
-    float *panel, *write;                        // [C, 16] and [2 C, 16]
-    float* rebuilt;                              // [chunks, 2, K, V]: states at the start of each chunk
-    States gradient;                             // dS and dM
+    Matrix pk, qk, erase, attend;                // [C, C]
+    Matrix erase_T, attend_T;                    // [C, C]; after (10) they hold grad_pk_T and grad_qk_T
+    Matrix grad_pk, grad_qk;                     // [C, C]
+    Matrix qp_T;                                 // [K, 2 C]: Q^T and P^T side by side, P^T from column `rows` on
+    Matrix grad_q_T, grad_k_T, grad_p_T;         // [K, C]
+    Matrix grad_o, grad_target;                  // [C, V]
+    Matrix grad_o_T, grad_target_T, residual_T;  // [V, C]
+    Matrix residual;                             // [C, 16]: R of one panel
+    Matrix weighted;                             // [2 C, 16]
+    States gradient;                             // [K, V]: grad_S' and grad_M', then grad_S0 and grad_M0
+    Matrix chunk_starts;                         // [chunks, 2, K, V]: S0 and M0 of every chunk
 
     Workspace(Arena& arena, const MdnProblem& problem, long chunks)
-        : gates(arena, problem.chunk),
-          keys(arena, problem.chunk, problem.key_dim),
-          gate_gradients(arena, problem.chunk) {
-        const long chunk = problem.chunk, columns = problem.value_dim / problem.slices, key_dim = round_up(problem.key_dim);
-        square_stride = row_stride(chunk), state_stride = row_stride(columns), states_size = key_dim * state_stride;
-        for (float** x : {&pk, &qk, &erase, &read, &erase_columns, &read_columns, &dpk, &dqk})
-            *x = arena.take(chunk * square_stride);
-        qp_columns = arena.take(key_dim * row_stride(2 * chunk));
-        for (float** x : {&dq_columns, &dk_columns, &dp_columns}) *x = arena.take(key_dim * square_stride);
-        for (float** x : {&dout, &du}) *x = arena.take(chunk * state_stride);
-        for (float** x : {&dout_columns, &du_columns, &residual_columns}) *x = arena.take(round_up(columns) * square_stride);
-        panel = arena.take(chunk * kWidth), write = arena.take(2 * chunk * kWidth);
-        gradient = {arena.take(states_size), arena.take(states_size), state_stride};
-        rebuilt = arena.take(chunks * 2 * states_size);
-    }
+        : Workspace(arena, round_up(problem.chunk_size), round_up(problem.key_dim),
+                    round_up(problem.value_dim / problem.slices), chunks) {}
 
     States before(long chunk) const {
-        float* state = rebuilt + chunk * 2 * states_size;
-        return {state, state + states_size, state_stride};
+        const long size = K * chunk_starts.stride;
+        float* S = chunk_starts.data + chunk * 2 * size;
+        return {{S, chunk_starts.stride}, {S + size, chunk_starts.stride}};
     }
+
+   private:
+    long K;
+
+    Workspace(Arena& arena, long C, long K, long V, long chunks)
+        : gates(arena, C),
+          vectors(arena, C, K),
+          gate_gradients(arena, C),
+          pk(arena.matrix(C, C)),
+          qk(arena.matrix(C, C)),
+          erase(arena.matrix(C, C)),
+          attend(arena.matrix(C, C)),
+          erase_T(arena.matrix(C, C)),
+          attend_T(arena.matrix(C, C)),
+          grad_pk(arena.matrix(C, C)),
+          grad_qk(arena.matrix(C, C)),
+          qp_T(arena.matrix(K, 2 * C)),
+          grad_q_T(arena.matrix(K, C)),
+          grad_k_T(arena.matrix(K, C)),
+          grad_p_T(arena.matrix(K, C)),
+          grad_o(arena.matrix(C, V)),
+          grad_target(arena.matrix(C, V)),
+          grad_o_T(arena.matrix(V, C)),
+          grad_target_T(arena.matrix(V, C)),
+          residual_T(arena.matrix(V, C)),
+          residual(arena.panel(C)),
+          weighted(arena.panel(2 * C)),
+          gradient{arena.matrix(K, V), arena.matrix(K, V)},
+          chunk_starts(arena.matrix(chunks * 2 * K, V)),
+          K(K) {}
 };
 
-// One chunk of one unit: what the functions below need to know.
-struct Place {
-    const Unit& unit;
-    const MdnProblem& problem;
-    long index, token, tokens, key_dim;   // key_dim padded
-    bool state_is_zero, gradient_is_zero; // S, M before the chunk; dS, dM after it
+struct BackwardChunk : Chunk {
+    long index;
+    bool state_is_zero;     // S0 and M0
+    bool gradient_is_zero;  // grad_S' and grad_M'
 
-    Place(const Unit& unit, long index, bool state_is_zero, bool gradient_is_zero)
-        : unit(unit),
-          problem(unit.problem),
+    BackwardChunk(const Unit& unit, long index, long chunks)
+        : Chunk(unit, index),
           index(index),
-          token(index * problem.chunk),
-          tokens(std::min<long>(problem.chunk, unit.tokens - token)),
-          key_dim(round_up(problem.key_dim)),
-          state_is_zero(state_is_zero),
-          gradient_is_zero(gradient_is_zero) {}
-
-    long width(long column) const { return std::min<long>(kWidth, unit.columns - column); }
+          state_is_zero(index == 0 && problem.initial_S == nullptr),
+          gradient_is_zero(index == chunks - 1 && problem.grad_final_S == nullptr) {}
 };
 
-void load_residual_panel(const Place& at, Workspace& ws, long column) {
-    const float* residual = at.problem.residual + at.unit.value_at(at.token) + column;
-    load_matrix(ws.panel, kWidth, residual, at.unit.value_stride(), at.tokens, ws.gates.rows, at.width(column));
+void load_residual(const Chunk& chunk, const Matrix residual, long column) {
+    load_matrix(residual, chunk.panel(chunk.problem.residual, column), chunk.unit.value_stride(), chunk.tokens, chunk.C,
+                chunk.width(column));
 }
 
+// S0 and M0 of every chunk, by (8) with the saved R.
 template <class Element>
 void rebuild_states(const Unit& unit, Workspace& ws, long chunks) {
     const MdnProblem& problem = unit.problem;
-    load_state(unit, ws.before(0).state, ws.state_stride, problem.initial_state);
-    if (problem.has_momentum) load_state(unit, ws.before(0).momentum, ws.state_stride, problem.initial_momentum);
-    for (long chunk = 0; chunk + 1 < chunks; ++chunk) {
-        const Place at(unit, chunk, false, false);
-        ws.gates.load(unit, at.token, at.tokens);
-        ws.keys.load_k<Element>(unit, at.token, at.tokens, ws.gates.rows);
+    load_state(unit, ws.before(0).S, problem.initial_S);
+    if (problem.has_momentum) load_state(unit, ws.before(0).M, problem.initial_M);
+    for (long i = 0; i + 1 < chunks; ++i) {
+        const Chunk chunk(unit, i);
+        ws.gates.load(chunk);
+        ws.vectors.load_k<Element>(chunk);
         for (long column = 0; column < unit.columns; column += kWidth) {
-            load_residual_panel(at, ws, column);
-            const Ahead ahead =
-                unit.panel_ahead<float>(problem.residual, at.token, column + kWidth, at.token + problem.chunk);
-            advance_states(problem, ws.gates, ws.keys, ws.before(chunk).panel(column), ws.before(chunk + 1).panel(column),
-                           ws.panel, ws.write, ahead);
+            load_residual(chunk, ws.residual, column);
+            const Prefetch next_residual =
+                chunk.prefetch<float>(problem.residual, column + kWidth, chunk.first + problem.chunk_size);
+            advance_states(chunk, ws.gates, ws.vectors.k_T, ws.before(i).panel(column), ws.before(i + 1).panel(column),
+                           ws.residual, ws.weighted, next_residual);
         }
     }
 }
 
+// Everything of the forward pass that does not depend on V, and its transposes.
 template <class Element>
-void prepare_chunk(const Place& at, Workspace& ws) {
-    const MdnProblem& problem = at.problem;
-    ws.gates.load(at.unit, at.token, at.tokens);
-    ws.keys.load_k<Element>(at.unit, at.token, at.tokens, ws.gates.rows);
-    ws.keys.load_p_and_q<Element>(at.unit, ws.gates, at.token, at.tokens);
-    const long rows = ws.gates.rows, stride = ws.keys.columns_stride, wide = row_stride(2 * rows);
-    transpose(ws.qp_columns, wide, ws.keys.q, ws.keys.stride, rows, at.key_dim);
-    masked_product(ws.read, ws.qk, ws.keys.q, ws.keys, ws.gates, ws.gates.gamma + ws.gates.stride, problem.key_dim);
-    transpose(ws.read_columns, stride, ws.read, stride, rows, rows);
-    if (!problem.has_erase) return;
-    transpose(ws.qp_columns + rows, wide, ws.keys.p, ws.keys.stride, rows, at.key_dim);
-    masked_product(ws.erase, ws.pk, ws.keys.p, ws.keys, ws.gates, ws.gates.gamma, problem.key_dim);
-    transpose(ws.erase_columns, stride, ws.erase, stride, rows, rows);
+void prepare_chunk(const Chunk& chunk, Workspace& ws) {
+    ws.gates.load(chunk);
+    ws.vectors.load_k<Element>(chunk);
+    ws.vectors.load_q_and_p<Element>(chunk, ws.gates);
+    const Matrix k_T = ws.vectors.k_T, gamma_S = ws.gates.gamma_S;
+    transpose(ws.qp_T, ws.vectors.q, chunk.C, chunk.K);
+    masked_product(chunk, ws.attend, ws.qk, ws.vectors.q, k_T, gamma_S.from(1, 0));
+    transpose(ws.attend_T, ws.attend, chunk.rows, chunk.rows);
+    if (!chunk.problem.has_erase) return;
+    transpose(ws.qp_T.from(0, chunk.rows), ws.vectors.p, chunk.C, chunk.K);
+    masked_product(chunk, ws.erase, ws.pk, ws.vectors.p, k_T, gamma_S);
+    transpose(ws.erase_T, ws.erase, chunk.rows, chunk.rows);
 }
 
-// (I + A)^T dU = dR in place, from the last row upwards; a_columns is A^T.
-void solve_upwards(float* u, long u_stride, const float* a_columns, long a_stride, long rows) {
-    for_blocks_up(rows, [&](auto count, long first) {
-        constexpr int block = decltype(count)::value;
-        const long below = first + block;
-        tile<block>(a_columns + first * a_stride + below, a_stride, u + below * u_stride, u_stride, rows - below,
-                    [&](int r, const Row& sum) {
-                        store(u + (first + r) * u_stride, load(u + (first + r) * u_stride) - sum);
-                    });
-        for (int r = block - 2; r >= 0; --r) {
-            Row x = load(u + (first + r) * u_stride);
-            for (int s = r + 1; s < block; ++s)
-                x = x - load(u + (first + s) * u_stride) * a_columns[(first + r) * a_stride + first + s];
-            store(u + (first + r) * u_stride, x);
-        }
-    });
-}
-
-// dR, dU and dV of one panel.
+// (9) and (10) for one panel: grad_target, which is also grad_V; the transposes that (14) needs.
 template <class Element>
-void find_value_gradient(const Place& at, Workspace& ws, long column) {
-    const MdnProblem& problem = at.problem;
-    const Gates& gates = ws.gates;
-    const long rows = gates.rows, stride = ws.keys.columns_stride;
-    float *dout = ws.dout + column, *du = ws.du + column;
-    const Element* grad_o = static_cast<const Element*>(problem.grad_o) + at.unit.value_at(at.token) + column;
-    load_matrix(dout, ws.state_stride, grad_o, at.unit.value_stride(), at.tokens, rows, at.width(column));
-    for_blocks_down(rows, [&](auto count, long first) {
-        tile<decltype(count)::value>(
-            ws.read_columns + first * stride + first, stride, dout + first * ws.state_stride, ws.state_stride, rows - first,
-            [&](int r, const Row& sum) { store(du + (first + r) * ws.state_stride, sum); });
-    });
-    const long next_column = column + kWidth, next_token = at.token - problem.chunk;
-    const Ahead dv_ahead = at.unit.panel_ahead<Element>(problem.dv, at.token, column);
-    const Ahead grad_o_ahead = at.unit.panel_ahead<Element>(problem.grad_o, at.token, next_column, next_token);
-    const Ahead residual_ahead = at.unit.panel_ahead<float>(problem.residual, at.token, next_column, next_token);
-    const auto ask_ahead = [&](long i) {
-        for (const Ahead* ahead : {&dv_ahead, &grad_o_ahead, &residual_ahead}) ahead->row(i);
-    };
-    const auto add_scaled = [&](const float* gradient, const float* factor, auto&& meanwhile) {
-        multiply(ws.keys.k, ws.keys.stride, gradient + column, ws.state_stride, rows, at.key_dim, [&](long i, const Row& sum) {
-            meanwhile(i);
-            store(du + i * ws.state_stride, load(du + i * ws.state_stride) + sum * factor[i]);
+void find_value_gradient(const BackwardChunk& chunk, Workspace& ws, long column) {
+    const MdnProblem& problem = chunk.problem;
+    const Unit& unit = chunk.unit;
+    const Matrix grad_o = ws.grad_o.from(0, column), grad_target = ws.grad_target.from(0, column), k = ws.vectors.k;
+    const float *write_S = ws.gates.write_S, *write_M = ws.gates.write_M;
+    const States gradient = ws.gradient.panel(column);
+    load_matrix(grad_o, chunk.panel(static_cast<const Element*>(problem.grad_o), column), unit.value_stride(),
+                chunk.tokens, chunk.C, chunk.width(column));
+    const long next_column = column + kWidth, next_first = chunk.first - problem.chunk_size;
+    const Prefetch grad_v_rows = chunk.prefetch<Element>(problem.grad_v, column);
+    const Prefetch next_grad_o = chunk.prefetch<Element>(problem.grad_o, next_column, next_first);
+    const Prefetch next_residual = chunk.prefetch<float>(problem.residual, next_column, next_first);
+
+    multiply_upper(grad_target, ws.attend_T, grad_o, chunk.rows);
+    if (!chunk.gradient_is_zero) {
+        multiply(k, gradient.S, chunk.rows, chunk.K, [&](long i, const Vector& sum) {
+            grad_v_rows.row(i);
+            next_grad_o.row(i);
+            next_residual.row(i);
+            store(grad_target.row(i), load(grad_target.row(i)) + sum * write_S[i]);
         });
-    };
-    if (!at.gradient_is_zero) {
-        add_scaled(ws.gradient.state, gates.write_state, ask_ahead);
-        if (problem.has_momentum) add_scaled(ws.gradient.momentum, gates.write_momentum, [](long) {});
+        if (problem.has_momentum)
+            multiply(k, gradient.M, chunk.rows, chunk.K, [&](long i, const Vector& sum) {
+                store(grad_target.row(i), load(grad_target.row(i)) - sum * write_M[i]);
+            });
     }
-    if (problem.has_erase) solve_upwards(du, ws.state_stride, ws.erase_columns, stride, rows);
-    store_matrix(static_cast<Element*>(problem.dv) + at.unit.value_at(at.token) + column, at.unit.value_stride(), du,
-                 ws.state_stride, at.tokens, at.width(column));
-    load_residual_panel(at, ws, column);
-    transpose(ws.dout_columns + column * stride, stride, dout, ws.state_stride, rows, kWidth);
-    transpose(ws.du_columns + column * stride, stride, du, ws.state_stride, rows, kWidth);
-    transpose(ws.residual_columns + column * stride, stride, ws.panel, kWidth, rows, kWidth);
+    if (problem.has_erase) solve_upper(grad_target, ws.erase_T, chunk.rows);
+    for (long i = chunk.rows; i < chunk.C; ++i) store(grad_target.row(i), zeros());
+
+    store_matrix(chunk.panel(static_cast<Element*>(problem.grad_v), column), unit.value_stride(), grad_target,
+                 chunk.tokens, chunk.width(column));
+    load_residual(chunk, ws.residual, column);
+    transpose(ws.grad_o_T.from(column, 0), grad_o, chunk.C, kWidth);
+    transpose(ws.grad_target_T.from(column, 0), grad_target, chunk.C, kWidth);
+    transpose(ws.residual_T.from(column, 0), ws.residual, chunk.C, kWidth);
 }
 
-// The parts of dq, dk, dp that go through one state: gradient (+)= factor * (state @ columns), [K, C], and the factors' own
-// gradient, sum over rows of x * (state @ columns).
-void through_state(const Place& at, const Workspace& ws, const float* state, const float* columns, const float* x,
-                   long x_stride, const float* factor, float sign, float* gradient, bool first, float* factor_gradient) {
-    const long stride = ws.keys.columns_stride;
-    for (long t = 0; t < ws.gates.rows; t += kWidth) {
-        const Row scaled = load(factor + t) * sign;
-        Row dots = zeros();
-        multiply(state, ws.state_stride, columns + t, stride, at.key_dim, round_up(at.unit.columns), [&](long i, const Row& sum) {
-            dots = dots + load(x + i * x_stride + t) * sum;
-            const Row before = first ? zeros() : load(gradient + i * stride + t);
-            store(gradient + i * stride + t, before + sum * scaled);
-        });
-        store(factor_gradient + t, dots * sign);
-    }
-}
+// One of the six terms of (14) that go through a state: with Y = state @ rows_T, [K, C],
+//     grad_x_T += sign * Y diag(weight)        and, for (15),        grad_weight += sign * sum over K of x_T * Y
+struct StateTerm {
+    Matrix state;         // [K, V]: S0, M0, grad_S' or grad_M'
+    Matrix rows_T;        // [V, C]: grad_O, grad_target or R, transposed
+    Matrix x_T;           // [K, C]: Q, P or K, transposed
+    Matrix grad_x_T;      // [K, C]
+    const float* weight;  // [C]: abar, b, write_S or write_M
+    float* grad_weight;   // [C]
+    float sign;
+    bool is_first;  // of the terms that are added to this grad_x_T: it is overwritten
+};
 
-// One state after the other: S, M, dS, dM together do not fit into the L2 cache.
-void find_key_gradients_through_states(const Place& at, Workspace& ws) {
-    const Gates& gates = ws.gates;
-    GateGradients& d = ws.gate_gradients;
-    const long stride = ws.keys.columns_stride, wide = row_stride(2 * gates.rows);
-    const bool momentum = at.problem.has_momentum, erase = at.problem.has_erase;
-    const float *q = ws.qp_columns, *p = ws.qp_columns + gates.rows, *k = ws.keys.k_columns;
-    const float *dout = ws.dout_columns, *du = ws.du_columns, *residual = ws.residual_columns;
-    float *dq = ws.dq_columns, *dp = ws.dp_columns, *dk = ws.dk_columns;
-    if (at.state_is_zero) {
-        fill_zeros(dq, at.key_dim * stride);
-        fill_zeros(dp, at.key_dim * stride);
-    } else {
-        const States before = ws.before(at.index);
-        through_state(at, ws, before.state, dout, q, wide, gates.abar + 1, 1, dq, true, d.abar);
-        if (erase) through_state(at, ws, before.state, du, p, wide, gates.abar, -1, dp, true, d.abar_prev);
-        if (momentum) through_state(at, ws, before.momentum, dout, q, wide, gates.b + 1, -1, dq, false, d.b);
-        if (momentum && erase) through_state(at, ws, before.momentum, du, p, wide, gates.b, 1, dp, false, d.b_prev);
-    }
-    if (at.gradient_is_zero) {
-        fill_zeros(dk, at.key_dim * stride);
-    } else {
-        const States& after = ws.gradient;
-        through_state(at, ws, after.state, residual, k, stride, gates.write_state, 1, dk, true, d.write_state);
-        if (momentum)
-            through_state(at, ws, after.momentum, residual, k, stride, gates.write_momentum, 1, dk, false, d.write_momentum);
-    }
-}
-
-// Through W (or A, with sign = -1): from d = sign * rows @ R^T, the gradient of the plain products, and what it says about gamma and eta.
-MDN_FLATTEN void through_products(const Place& at, Workspace& ws, const float* rows_of, float sign, const float* products,
-                      long gamma_row, float* dproducts) {
-    const Gates& gates = ws.gates;
-    GateGradients& d = ws.gate_gradients;
-    const long stride = ws.keys.columns_stride;
-    for (long j = 0; j < gates.rows; j += kWidth) {
-        const Row eta = load(gates.eta + j);
-        Row deta = load(d.eta + j);
-        for (long i = 0; i < j; ++i) store(dproducts + i * stride + j, zeros());
-        multiply(rows_of + j * ws.state_stride, ws.state_stride, ws.residual_columns + j, stride, gates.rows - j,
-                 round_up(at.unit.columns), [&](long i, const Row& sum) {
-                     const long row = (j + i + gamma_row) * gates.stride + j;
-                     const Row gamma = load(gates.gamma + row), x = sum * sign;
-                     const Row with_product = x * load(products + (j + i) * stride + j);
-                     store(d.gamma + row, load(d.gamma + row) + with_product * eta);
-                     deta = deta + with_product * gamma;
-                     store(dproducts + (j + i) * stride + j, x * eta * gamma);
+void add_state_term(const Chunk& chunk, const StateTerm& term) {
+    const Matrix x_T = term.x_T, grad_x_T = term.grad_x_T;
+    const bool is_first = term.is_first;
+    for (long t = 0; t < chunk.C; t += kWidth) {
+        const Vector weight = load(term.weight + t) * term.sign;
+        Vector dots = zeros();
+        multiply(term.state, term.rows_T.from(0, t), chunk.K, round_up(chunk.unit.columns),
+                 [&](long i, const Vector& sum) {
+                     float* gradient = grad_x_T.row(i) + t;
+                     dots = dots + load(x_T.row(i) + t) * sum;
+                     store(gradient, is_first ? sum * weight : load(gradient) + sum * weight);
                  });
-        store(d.eta + j, deta);
+        store(term.grad_weight + t, load(term.grad_weight + t) + dots * term.sign);
     }
 }
 
-// dX^T += K^T (dproducts)^T and dK^T += X^T dproducts, X = Q or P; blocks above the diagonal are skipped.
-void through_keys(const Place& at, Workspace& ws, const float* x_columns, const float* dproducts, float* dproducts_columns,
-                  float* dx_columns) {
-    const long rows = ws.gates.rows, stride = ws.keys.columns_stride, wide = row_stride(2 * rows);
-    transpose(dproducts_columns, stride, dproducts, stride, rows, rows);
-    for (long t = 0; t < rows; t += kWidth) {
-        float *dx = dx_columns + t, *dk = ws.dk_columns + t;
-        multiply(ws.keys.k_columns, stride, dproducts_columns + t, stride, at.key_dim, t + kWidth,
-                 [&](long i, const Row& sum) { store(dx + i * stride, load(dx + i * stride) + sum); });
-        multiply(x_columns + t, wide, dproducts + t * stride + t, stride, at.key_dim, rows - t,
-                 [&](long i, const Row& sum) { store(dk + i * stride, load(dk + i * stride) + sum); });
-    }
-}
-
-// dS and dM before the chunk, for one panel; also the gradients of abar_C, b_C and mbar_C, which are sums over the whole states.
-MDN_FLATTEN void find_state_gradients(const Place& at, Workspace& ws, long column) {
+// The terms of (14) through states, one state after the other: S0, M0, grad_S' and grad_M' together do not fit into the
+// L2 cache.
+void find_key_gradients_through_states(const BackwardChunk& chunk, const Workspace& ws) {
     const Gates& gates = ws.gates;
-    const long rows = gates.rows, stride = ws.state_stride, wide = row_stride(2 * rows);
-    const long depth = at.problem.has_erase ? 2 * rows : rows;
-    const StatePanel before = ws.before(at.index).panel(column), gradient = ws.gradient.panel(column);
-    const float decay = gates.decay(), b = gates.b[rows], momentum_decay = gates.momentum_decay();
-    const auto stack = [&](const float* factor_of_dout, const float* factor_of_du, float sign) {
+    const GateGradients& out = ws.gate_gradients;
+    const bool momentum = chunk.problem.has_momentum, erase = chunk.problem.has_erase;
+    const Matrix q_T = ws.qp_T, p_T = ws.qp_T.from(0, chunk.rows), k_T = ws.vectors.k_T;
+    const Matrix grad_q_T = ws.grad_q_T, grad_p_T = ws.grad_p_T, grad_k_T = ws.grad_k_T;
+    const auto add = [&](const StateTerm& term) { add_state_term(chunk, term); };
+    if (chunk.state_is_zero) {
+        fill_zeros(grad_q_T, chunk.K);
+        fill_zeros(grad_p_T, chunk.K);
+    } else {
+        const auto [S0, M0] = ws.before(chunk.index);
+        add({S0, ws.grad_o_T, q_T, grad_q_T, gates.abar + 1, out.grad_abar + 1, 1, true});
+        if (erase) add({S0, ws.grad_target_T, p_T, grad_p_T, gates.abar, out.grad_abar, -1, true});
+        if (momentum) add({M0, ws.grad_o_T, q_T, grad_q_T, gates.b + 1, out.grad_b + 1, -1, false});
+        if (momentum && erase) add({M0, ws.grad_target_T, p_T, grad_p_T, gates.b, out.grad_b, 1, false});
+    }
+    if (chunk.gradient_is_zero) {
+        fill_zeros(grad_k_T, chunk.K);
+    } else {
+        const auto [grad_S, grad_M] = ws.gradient;
+        add({grad_S, ws.residual_T, k_T, grad_k_T, gates.write_S, out.grad_write_S(chunk), 1, true});
+        if (momentum) add({grad_M, ws.residual_T, k_T, grad_k_T, gates.write_M, out.grad_write_M, -1, false});
+    }
+}
+
+// What attend (through Q and grad_O) or erase (through P and grad_target) contributes to (12), (13) and (14).
+struct ProductTerm {
+    Matrix rows;           // [C, V]: grad_O or grad_target
+    float sign;            // 1 or -1
+    Matrix products;       // [C, C]: qk or pk
+    Matrix gamma;          // [C, C]: gamma_S from row 1 (attend) or from row 0 (erase)
+    Matrix grad_gamma;     // [C, C]: its gradient
+    Matrix grad_products;  // [C, C]: grad_qk or grad_pk, lower triangular
+    Matrix grad_products_T;
+    Matrix x_T, grad_x_T;  // [K, C]: Q or P
+};
+
+// (12) G = sign * rows @ R^T is the gradient of attend or erase;
+// (13) grad_products = G * gamma, grad_gamma += G * products.
+MDN_FLATTEN void find_product_gradients(const Chunk& chunk, const Matrix residual_T, const ProductTerm term) {
+    for (long j = 0; j < chunk.rows; j += kWidth)
+        multiply(term.rows.from(j, 0), residual_T.from(0, j), chunk.rows - j, round_up(chunk.unit.columns),
+                 [&](long r, const Vector& sum) {
+                     const long i = j + r;
+                     const Vector grad_masked = sum * term.sign;
+                     float* grad_gamma = term.grad_gamma.row(i) + j;
+                     store(grad_gamma, load(grad_gamma) + grad_masked * load(term.products.row(i) + j));
+                     store(term.grad_products.row(i) + j, grad_masked * load(term.gamma.row(i) + j));
+                 });
+}
+
+// The last terms of (14): grad_X^T += K^T grad_products^T and grad_K^T += X^T grad_products, X = Q or P; blocks above
+// the diagonal are skipped.
+void add_product_terms(const Chunk& chunk, const Matrix k_T, const Matrix grad_k_T, const ProductTerm& term) {
+    transpose(term.grad_products_T, term.grad_products, chunk.rows, chunk.C);
+    for (long t = 0; t < chunk.rows; t += kWidth) {
+        const Matrix grad_x = term.grad_x_T.from(0, t), grad_k = grad_k_T.from(0, t);
+        multiply(k_T, term.grad_products_T.from(0, t), chunk.K, std::min<long>(t + kWidth, chunk.rows),
+                 [&](long i, const Vector& sum) { store(grad_x.row(i), load(grad_x.row(i)) + sum); });
+        multiply(term.x_T.from(0, t), term.grad_products.from(t, t), chunk.K, chunk.rows - t,
+                 [&](long i, const Vector& sum) { store(grad_k.row(i), load(grad_k.row(i)) + sum); });
+    }
+}
+
+void find_key_gradients_through_products(const Chunk& chunk, const Workspace& ws) {
+    const Matrix gamma_S = ws.gates.gamma_S, grad_gamma_S = ws.gate_gradients.grad_gamma_S;
+    const auto add = [&](const ProductTerm& term) {
+        find_product_gradients(chunk, ws.residual_T, term);
+        add_product_terms(chunk, ws.vectors.k_T, ws.grad_k_T, term);
+    };
+    add({ws.grad_o, 1, ws.qk, gamma_S.from(1, 0), grad_gamma_S.from(1, 0), ws.grad_qk, ws.attend_T, ws.qp_T,
+         ws.grad_q_T});
+    if (chunk.problem.has_erase)
+        add({ws.grad_target, -1, ws.pk, gamma_S, grad_gamma_S, ws.grad_pk, ws.erase_T, ws.qp_T.from(0, chunk.rows),
+             ws.grad_p_T});
+}
+
+// (11) for one panel; also the gradients of abar_C, b_C and mbar_C (15), which are sums over the whole states.
+MDN_FLATTEN void find_state_gradients(const BackwardChunk& chunk, Workspace& ws, long column) {
+    const Gates& gates = ws.gates;
+    const long rows = chunk.rows, depth = chunk.problem.has_erase ? 2 * rows : rows;
+    const States before = ws.before(chunk.index).panel(column), gradient = ws.gradient.panel(column);
+    const float abar_C = gates.abar_C, b_C = gates.b_C, mbar_C = gates.mbar_C;
+    const Matrix grad_o = ws.grad_o.from(0, column), grad_target = ws.grad_target.from(0, column);
+    const Matrix weighted = ws.weighted;
+    const auto stack = [&](const float* weight_of_grad_o, const float* weight_of_grad_target) {
         for (long i = 0; i < rows; ++i) {
-            store(ws.write + i * kWidth, load(ws.dout + i * stride + column) * (sign * factor_of_dout[i]));
-            store(ws.write + (rows + i) * kWidth, load(ws.du + i * stride + column) * (-sign * factor_of_du[i]));
+            store(weighted.row(i), load(grad_o.row(i)) * weight_of_grad_o[i]);
+            store(weighted.row(rows + i), load(grad_target.row(i)) * -weight_of_grad_target[i]);
         }
     };
     // What the second product and the next panel's first one will read.
-    const Ahead state_ahead(before.state, stride, at.key_dim), momentum_ahead(before.momentum + kWidth, stride, at.key_dim);
-    Row decay_dots = zeros(), b_dots = zeros(), momentum_dots = zeros();
-    if (at.problem.has_momentum) {
-        stack(gates.b + 1, gates.b, -1);
-        multiply(ws.qp_columns, wide, ws.write, kWidth, at.key_dim, depth, [&](long i, const Row& sum) {
-            const Row ds = load(gradient.state + i * stride), dm = load(gradient.momentum + i * stride);
-            const Row momentum = load(before.momentum + i * stride);
-            state_ahead.row(i);
-            b_dots = b_dots - ds * momentum;
-            momentum_dots = momentum_dots + dm * momentum;
-            store(gradient.momentum + i * stride, dm * momentum_decay - ds * b + sum);
+    const Prefetch this_S(before.S, chunk.K), next_M(before.M.from(0, kWidth), chunk.K);
+    Vector abar_dots = zeros(), b_dots = zeros(), mbar_dots = zeros();
+    if (chunk.problem.has_momentum) {
+        stack(gates.b + 1, gates.b);
+        multiply(ws.qp_T, weighted, chunk.K, depth, [&](long i, const Vector& sum) {
+            const Vector grad_S = load(gradient.S.row(i)), grad_M = load(gradient.M.row(i)), M0 = load(before.M.row(i));
+            this_S.row(i);
+            b_dots = b_dots - grad_S * M0;
+            mbar_dots = mbar_dots + grad_M * M0;
+            store(gradient.M.row(i), grad_M * mbar_C - grad_S * b_C - sum);
         });
     }
-    stack(gates.abar + 1, gates.abar, 1);
-    multiply(ws.qp_columns, wide, ws.write, kWidth, at.key_dim, depth, [&](long i, const Row& sum) {
-        const Row ds = load(gradient.state + i * stride);
-        momentum_ahead.row(i);
-        decay_dots = decay_dots + ds * load(before.state + i * stride);
-        store(gradient.state + i * stride, ds * decay + sum);
+    stack(gates.abar + 1, gates.abar);
+    multiply(ws.qp_T, weighted, chunk.K, depth, [&](long i, const Vector& sum) {
+        const Vector grad_S = load(gradient.S.row(i));
+        next_M.row(i);
+        abar_dots = abar_dots + grad_S * load(before.S.row(i));
+        store(gradient.S.row(i), grad_S * abar_C + sum);
     });
-    ws.gate_gradients.last_abar += total(decay_dots);
-    ws.gate_gradients.last_b += total(b_dots);
-    ws.gate_gradients.last_mbar += total(momentum_dots);
+    ws.gate_gradients.grad_abar[rows] += total(abar_dots);
+    ws.gate_gradients.grad_b[rows] += total(b_dots);
+    ws.gate_gradients.grad_mbar_C += total(mbar_dots);
 }
 
-// P = alpha P: its share of dlog_alpha. Without a p of its own, dP then becomes a part of dK.
-void undo_prediction(const Place& at, Workspace& ws) {
-    const long rows = ws.gates.rows, stride = ws.keys.columns_stride, wide = row_stride(2 * rows);
-    const bool times_alpha = at.problem.p_times_alpha, is_k = at.problem.p == nullptr;
-    for (long t = 0; t < rows; t += kWidth) {
-        const Row factor = times_alpha ? load(ws.gates.alpha + t) : filled(1);
-        Row dots = zeros();
-        for (long i = 0; i < at.key_dim; ++i) {
-            const Row dp = load(ws.dp_columns + i * stride + t);
-            float* dk = ws.dk_columns + i * stride + t;
-            dots = dots + dp * load(ws.qp_columns + i * wide + rows + t);
-            if (is_k) store(dk, load(dk) + dp * factor);
+// p = alpha p: its share of grad_log_alpha is grad_p . p. Without a p of its own, grad_P then becomes a part of grad_K.
+void undo_probe(const Chunk& chunk, const Workspace& ws) {
+    const bool times_alpha = chunk.problem.p_times_alpha, is_k = chunk.problem.p == nullptr;
+    const Matrix p_T = ws.qp_T.from(0, chunk.rows);
+    for (long t = 0; t < chunk.C; t += kWidth) {
+        const Vector factor = times_alpha ? load(ws.gates.alpha + t) : filled(1);
+        Vector dots = zeros();
+        for (long i = 0; i < chunk.K; ++i) {
+            const Vector grad_p = load(ws.grad_p_T.row(i) + t);
+            float* grad_k = ws.grad_k_T.row(i) + t;
+            dots = dots + grad_p * load(p_T.row(i) + t);
+            if (is_k) store(grad_k, load(grad_k) + grad_p * factor);
         }
-        float* log_alpha = ws.gate_gradients.log_alpha + t;
-        if (times_alpha) store(log_alpha, load(log_alpha) + dots);
+        float* grad_log_alpha = ws.gate_gradients.grad_log_alpha + t;
+        if (times_alpha) store(grad_log_alpha, load(grad_log_alpha) + dots);
     }
 }
 
-// From the gradient of x = factor * y, y = inverse * raw (its L2 norm), to that of raw: factor * inverse * (dx - y (y . dx)).
-// dx, in place, and x are [K, C]; factor and inverse are one number per token.
-void undo_norm(const Place& at, const Workspace& ws, float* dx, const float* x, long x_stride, const float* factor,
-               const float* inverse) {
-    const long stride = ws.keys.columns_stride;
-    for (long t = 0; t < ws.gates.rows; t += kWidth) {
-        const Row scale = factor != nullptr ? load(factor + t) : filled(1);
-        if (!at.problem.l2norm) {
-            for (long i = 0; i < at.key_dim; ++i) store(dx + i * stride + t, load(dx + i * stride + t) * scale);
+// (18) From the gradient of x = factor * y, y = inverse_norm * raw, to that of raw:
+// factor * inverse_norm * (grad_x - y (y . grad_x)), in place. grad_x_T and x_T are [K, C]; factor(t) gives 16 tokens.
+template <class Factor>
+void undo_norm(const Chunk& chunk, const Matrix grad_x_T, const Matrix x_T, const float* inverse_norm,
+               Factor&& factor) {
+    for (long t = 0; t < chunk.C; t += kWidth) {
+        const Matrix grad = grad_x_T.from(0, t), x = x_T.from(0, t);
+        const Vector scale = factor(t);
+        if (!chunk.problem.l2norm) {
+            for (long i = 0; i < chunk.K; ++i) store(grad.row(i), load(grad.row(i)) * scale);
             continue;
         }
-        const Row to_y = inverse_or_zero(scale), to_raw = scale * load(inverse + t);
-        Row dots = zeros();
-        for (long i = 0; i < at.key_dim; ++i) dots = dots + load(x + i * x_stride + t) * load(dx + i * stride + t);
+        const Vector to_y = inverse_or_zero(scale), to_raw = scale * load(inverse_norm + t);
+        Vector dots = zeros();
+        for (long i = 0; i < chunk.K; ++i) dots = dots + load(x.row(i)) * load(grad.row(i));
         dots = dots * to_y;
-        for (long i = 0; i < at.key_dim; ++i) {
-            const Row y = load(x + i * x_stride + t) * to_y;
-            store(dx + i * stride + t, (load(dx + i * stride + t) - y * dots) * to_raw);
+        for (long i = 0; i < chunk.K; ++i) {
+            const Vector y = load(x.row(i)) * to_y;
+            store(grad.row(i), (load(grad.row(i)) - y * dots) * to_raw);
         }
     }
 }
 
-// dq, dk, dp: from [K, C] to the caller's rows. The rows of q are not needed any more and serve as scratch.
+// grad_q, grad_k, grad_p: from [K, C] to the caller's rows. The rows of q are not needed any more and serve as scratch.
 template <class Output>
-void store_key_gradient(const Place& at, const Workspace& ws, void* to, const float* columns) {
-    transpose(ws.keys.q, ws.keys.stride, columns, ws.keys.columns_stride, at.key_dim, ws.gates.rows);
-    store_matrix(static_cast<Output*>(to) + at.unit.key_gradient_at(at.token), at.unit.key_gradient_stride(), ws.keys.q,
-                 ws.keys.stride, at.tokens, at.problem.key_dim);
+void store_key_gradient(const Chunk& chunk, const Workspace& ws, void* to, const Matrix gradient_T) {
+    transpose(ws.vectors.q, gradient_T, chunk.K, chunk.C);
+    store_matrix(static_cast<Output*>(to) + chunk.unit.key_gradient_offset(chunk.first),
+                 chunk.unit.key_gradient_stride(), ws.vectors.q, chunk.tokens, chunk.problem.key_dim);
 }
 
 template <class Element>
-void store_gradients(const Place& at, Workspace& ws) {
-    const MdnProblem& problem = at.problem;
-    const Keys& keys = ws.keys;
-    const long rows = ws.gates.rows, stride = keys.columns_stride, wide = row_stride(2 * rows);
-    const auto store_one = [&](void* to, const float* columns) {
+void store_gradients(const Chunk& chunk, const Workspace& ws) {
+    const MdnProblem& problem = chunk.problem;
+    const TokenVectors& vectors = ws.vectors;
+    const auto one = [](long) { return filled(1); };
+    const auto scale = [&](long) { return filled(static_cast<float>(problem.scale)); };
+    const auto alpha_or_one = [&](long t) { return problem.p_times_alpha ? load(ws.gates.alpha + t) : filled(1); };
+    const auto store_one = [&](void* to, const Matrix gradient_T) {
         if (problem.float32_key_gradient)
-            store_key_gradient<float>(at, ws, to, columns);
+            store_key_gradient<float>(chunk, ws, to, gradient_T);
         else
-            store_key_gradient<Element>(at, ws, to, columns);
+            store_key_gradient<Element>(chunk, ws, to, gradient_T);
     };
-    if (problem.has_erase) undo_prediction(at, ws);
-    undo_norm(at, ws, ws.dq_columns, ws.qp_columns, wide, keys.scale, keys.q_inverse);
-    store_one(problem.dq, ws.dq_columns);
-    undo_norm(at, ws, ws.dk_columns, keys.k_columns, stride, nullptr, keys.k_inverse);
-    store_one(problem.dk, ws.dk_columns);
+    if (problem.has_erase) undo_probe(chunk, ws);
+    undo_norm(chunk, ws.grad_q_T, ws.qp_T, vectors.q_inverse_norm, scale);
+    store_one(problem.grad_q, ws.grad_q_T);
+    undo_norm(chunk, ws.grad_k_T, vectors.k_T, vectors.k_inverse_norm, one);
+    store_one(problem.grad_k, ws.grad_k_T);
     if (problem.has_erase && problem.p != nullptr) {
-        const float* factor = problem.p_times_alpha ? ws.gates.alpha : nullptr;
-        undo_norm(at, ws, ws.dp_columns, ws.qp_columns + rows, wide, factor, keys.p_inverse);
-        store_one(problem.dp, ws.dp_columns);
+        undo_norm(chunk, ws.grad_p_T, ws.qp_T.from(0, chunk.rows), vectors.p_inverse_norm, alpha_or_one);
+        store_one(problem.grad_p, ws.grad_p_T);
     }
-    ws.gate_gradients.write_out(at.unit, at.token, at.tokens);
+    ws.gate_gradients.write_out(chunk);
 }
 
 template <class Element>
-void backward_chunk(const Place& at, Workspace& ws) {
-    const MdnProblem& problem = at.problem;
-    const long rows = round_up(at.tokens);
-    prepare_chunk<Element>(at, ws);
-    ws.gate_gradients.clear(ws.gates);
-    for (long column = 0; column < at.unit.columns; column += kWidth) find_value_gradient<Element>(at, ws, column);
-    find_key_gradients_through_states(at, ws);
-    through_products(at, ws, ws.dout, 1, ws.qk, 1, ws.dqk);
-    through_keys(at, ws, ws.qp_columns, ws.dqk, ws.read_columns, ws.dq_columns);
-    if (problem.has_erase) {
-        through_products(at, ws, ws.du, -1, ws.pk, 0, ws.dpk);
-        through_keys(at, ws, ws.qp_columns + rows, ws.dpk, ws.erase_columns, ws.dp_columns);
-    }
-    if (at.index > 0 || problem.initial_state != nullptr)
-        for (long column = 0; column < at.unit.columns; column += kWidth) find_state_gradients(at, ws, column);
-    ws.gate_gradients.run_adjoint(ws.gates);
-    store_gradients<Element>(at, ws);
+void backward_chunk(const BackwardChunk& chunk, Workspace& ws) {
+    const MdnProblem& problem = chunk.problem;
+    prepare_chunk<Element>(chunk, ws);
+    ws.gate_gradients.clear(chunk);
+    for (long column = 0; column < chunk.unit.columns; column += kWidth)
+        find_value_gradient<Element>(chunk, ws, column);
+    find_key_gradients_through_states(chunk, ws);
+    find_key_gradients_through_products(chunk, ws);
+    if (chunk.index > 0 || problem.initial_S != nullptr)
+        for (long column = 0; column < chunk.unit.columns; column += kWidth) find_state_gradients(chunk, ws, column);
+    ws.gate_gradients.run_adjoint(chunk, ws.gates);
+    store_gradients<Element>(chunk, ws);
 }
 
 template <class Element>
 void backward_unit(const void* context, long index) {
     const MdnProblem& problem = *static_cast<const MdnProblem*>(context);
     const Unit unit(problem, index);
-    const long chunks = (unit.tokens + problem.chunk - 1) / problem.chunk;
-    const auto work = [&](Workspace& ws) {
+    const long chunks = (unit.tokens + problem.chunk_size - 1) / problem.chunk_size;
+    const auto run = [&](Workspace& ws) {
         rebuild_states<Element>(unit, ws, chunks);
-        load_state(unit, ws.gradient.state, ws.state_stride, problem.grad_final_state);
-        if (problem.has_momentum) load_state(unit, ws.gradient.momentum, ws.state_stride, problem.grad_final_momentum);
-        for (long chunk = chunks - 1; chunk >= 0; --chunk) {
-            const bool state_is_zero = chunk == 0 && problem.initial_state == nullptr;
-            const bool gradient_is_zero = chunk == chunks - 1 && problem.grad_final_state == nullptr;
-            backward_chunk<Element>(Place(unit, chunk, state_is_zero, gradient_is_zero), ws);
-        }
-        if (problem.dinitial_state == nullptr) return;
-        store_state(unit, problem.dinitial_state, ws.gradient.state, ws.state_stride);
-        if (problem.has_momentum) store_state(unit, problem.dinitial_momentum, ws.gradient.momentum, ws.state_stride);
+        load_state(unit, ws.gradient.S, problem.grad_final_S);
+        if (problem.has_momentum) load_state(unit, ws.gradient.M, problem.grad_final_M);
+        for (long i = chunks - 1; i >= 0; --i) backward_chunk<Element>(BackwardChunk(unit, i, chunks), ws);
+        if (problem.grad_initial_S == nullptr) return;
+        store_state(unit, problem.grad_initial_S, ws.gradient.S);
+        if (problem.has_momentum) store_state(unit, problem.grad_initial_M, ws.gradient.M);
     };
-    with_workspace<Workspace>(work, problem, std::max<long>(chunks, 1));
+    with_workspace<Workspace>(run, problem, std::max<long>(chunks, 1));
 }
 
 }  // namespace

@@ -1,13 +1,15 @@
-// What the forward and the backward pass both need of one chunk: normalised keys, gate coefficients, masked products.
+// What the forward and the backward pass both need of one chunk: its vectors q, k, p, its gate coefficients and the
+// matrices erase and attend. Names and equation numbers are those of docs/derivation.md.
 //
-// Letters as in docs/architecture.md: C rows (tokens of the chunk, padded to a multiple of 16), K key dim. A padding row has
-// k = p = q = v = 0, alpha = mu = 1, beta = eta = 0 and so changes nothing.
+// Scratch matrices are padded: a chunk has C rows or columns, a multiple of 16, of which `tokens` are real. A padding
+// token has k = p = q = v = 0, alpha = mu = 1, beta = eta = 0 and so changes nothing. K is a multiple of 16 likewise.
+// A name that ends in _T is the transpose of the matrix without it.
 #pragma once
 
 #include <algorithm>
 
+#include "interface.h"
 #include "memory.h"
-#include "problem.h"
 
 namespace mdn {
 
@@ -30,159 +32,217 @@ struct Unit {
         first_column = part % problem.slices * columns;
     }
 
-    long key_at(long token) const { return ((first_token + token) * problem.key_heads + key_head) * problem.key_dim; }
-    long key_gradient_at(long token) const { return ((first_token + token) * parts + part) * problem.key_dim; }
-    long value_at(long token) const {
+    // Offsets of a token into q, k, p [T, H, K], into their gradients [T, P, K], into v, o, residual [T, HV, V], into
+    // the gates [T, HV] and into their gradients [T, P]; the offset of this unit into a state [N, HV, K, V].
+    long key_offset(long token) const {
+        return ((first_token + token) * problem.key_heads + key_head) * problem.key_dim;
+    }
+    long key_gradient_offset(long token) const { return ((first_token + token) * parts + part) * problem.key_dim; }
+    long value_offset(long token) const {
         return ((first_token + token) * problem.value_heads + head) * problem.value_dim + first_column;
     }
-    long gate_at(long token) const { return (first_token + token) * problem.value_heads + head; }
-    long gate_gradient_at(long token) const { return (first_token + token) * parts + part; }
-    long state_at() const {
+    long gate_offset(long token) const { return (first_token + token) * problem.value_heads + head; }
+    long gate_gradient_offset(long token) const { return (first_token + token) * parts + part; }
+    long state_offset() const {
         return (sequence * problem.value_heads + head) * problem.key_dim * problem.value_dim + first_column;
     }
-    long key_gradient_stride() const { return parts * problem.key_dim; }
-    long key_stride() const { return problem.key_heads * problem.key_dim; }
-    long value_stride() const { return problem.value_heads * problem.value_dim; }
 
-    // Sixteen columns of a [T, HV, V] tensor for the chunk at `token`; after the last columns, the first ones of the chunk at
-    // `next_token`. No rows where there is no such chunk or no tensor.
+    // From one token to the next.
+    long key_stride() const { return problem.key_heads * problem.key_dim; }
+    long key_gradient_stride() const { return parts * problem.key_dim; }
+    long value_stride() const { return problem.value_heads * problem.value_dim; }
+};
+
+// One chunk of one unit.
+struct Chunk {
+    const Unit& unit;
+    const MdnProblem& problem;
+    long first;   // its first token, counted from the sequence's start
+    long tokens;  // how many it has
+    long rows;    // the same, rounded up to a multiple of 4: rows of the products
+    long C;       // the same, rounded up to a multiple of 16: rows and columns of scratch matrices
+    long K;       // key_dim, rounded up to a multiple of 16
+
+    Chunk(const Unit& unit, long index)
+        : unit(unit),
+          problem(unit.problem),
+          first(index * problem.chunk_size),
+          tokens(std::min<long>(problem.chunk_size, unit.tokens - first)),
+          rows(round_up(tokens, 4)),
+          C(round_up(tokens)),
+          K(round_up(problem.key_dim)) {}
+
+    // Columns that the panel at `column` has of its 16.
+    long width(long column) const { return std::min<long>(kWidth, unit.columns - column); }
+
+    // Sixteen columns of a [T, HV, V] tensor: a panel of this chunk.
     template <class Element>
-    Ahead panel_ahead(const void* tensor, long token, long column, long next_token = -1) const {
-        if (column >= columns) token = next_token, column = 0;
-        if (tensor == nullptr || token < 0 || token >= tokens) return {};
-        const Element* first = static_cast<const Element*>(tensor) + value_at(token) + column;
-        return {first, value_stride(), std::min<long>(problem.chunk, tokens - token)};
+    Element* panel(Element* tensor, long column) const {
+        return tensor + unit.value_offset(first) + column;
+    }
+
+    // The same for prefetching; past the last columns, the first panel of the chunk at `next_first`. No rows where
+    // there is no such chunk or no tensor.
+    template <class Element>
+    Prefetch prefetch(const void* tensor, long column, long next_first = -1) const {
+        long token = first;
+        if (column >= unit.columns) {
+            token = next_first;
+            column = 0;
+        }
+        if (tensor == nullptr || token < 0 || token >= unit.tokens) return {};
+        const Element* panel = static_cast<const Element*>(tensor) + unit.value_offset(token) + column;
+        return {panel, unit.value_stride(), std::min<long>(problem.chunk_size, unit.tokens - token)};
     }
 };
 
-// Gate coefficients. Row i + 1 of gamma, lmu and element i + 1 of abar, b belong to token i; row 0 is the chunk's start, so
-// that "the row before" needs no special case. Each row has one more column, `start`, for the state at the chunk's start:
-//     lmu[i]   = mu_i lmu[i - 1] + e_i                lmu[start]   = mbar
-//     gamma[i] = alpha_i gamma[i - 1] + beta_i lmu[i]     gamma[start] = b
+// Gate coefficients. Row i + 1 of gamma_S and gamma_M and element i + 1 of abar, b, mbar belong to token i (counted
+// from 0 here); row 0 is the chunk's start, so that "the row before" needs no special case. Column 0 of the derivation,
+// the weights of the states at the chunk's start, is kept apart, as b and mbar; columns here are tokens.
+//
 // Every term is a product of numbers >= 0: nothing is divided or subtracted, so gates of exactly 0 are exact.
 struct Gates {
     float *alpha, *mu, *beta, *eta;  // [C]
-    float *abar, *b;                 // [C + 1]
-    float *gamma, *lmu;              // [C + 1, start + 16]
-    float *write_state, *write_momentum;  // [C]: S' = .. + K^T diag(write_state) R, M' = .. + K^T diag(write_momentum) R
-    long rows, start, stride;
+    float *abar, *b, *mbar;          // [C + 1]
+    Matrix gamma_S, gamma_M;         // [C + 1, C]; row r is written up to column columns_of_row(r)
+    float *write_S, *write_M;        // [C]: the last rows of gamma_S and gamma_M
+    float abar_C, b_C, mbar_C;       // weights of S0 in S', of -M0 in S' and of M0 in M'
 
-    Gates(Arena& arena, long chunk) {
-        for (float** x : {&alpha, &mu, &beta, &eta, &write_state, &write_momentum}) *x = arena.take(chunk);
-        for (float** x : {&abar, &b}) *x = arena.take(chunk + 1);
-        for (float** x : {&gamma, &lmu}) *x = arena.take((chunk + 1) * row_stride(chunk + kWidth));
-    }
+    Gates(Arena& arena, long C)
+        : alpha(arena.floats(C)),
+          mu(arena.floats(C)),
+          beta(arena.floats(C)),
+          eta(arena.floats(C)),
+          abar(arena.floats(C + 1)),
+          b(arena.floats(C + 1)),
+          mbar(arena.floats(C + 1)),
+          gamma_S(arena.matrix(C + 1, C)),
+          gamma_M(arena.matrix(C + 1, C)) {}
 
-    float decay() const { return abar[rows]; }
-    float momentum_decay() const { return lmu[rows * stride + start]; }
-
-    void load(const Unit& unit, long token, long tokens) {
-        const MdnProblem& problem = unit.problem;
-        rows = round_up(tokens), start = rows, stride = row_stride(rows + kWidth);
-        for (long i = 0; i < rows; ++i) {
-            const bool real = i < tokens;
-            const long at = unit.gate_at(token + (real ? i : 0));
-            alpha[i] = real && problem.log_alpha != nullptr ? std::exp(problem.log_alpha[at]) : 1;
-            mu[i] = !problem.has_momentum ? 0 : real ? std::exp(problem.log_mu[at]) : 1;
-            beta[i] = real ? (problem.beta != nullptr ? problem.beta[at] : 1) : 0;
-            eta[i] = real ? (problem.eta != nullptr ? problem.eta[at] : 1) : 0;
+    void load(const Chunk& chunk) {
+        const MdnProblem& problem = chunk.problem;
+        for (long i = 0; i < chunk.C; ++i) {
+            const bool real = i < chunk.tokens;
+            const long offset = chunk.unit.gate_offset(chunk.first + (real ? i : 0));
+            alpha[i] = real && problem.log_alpha != nullptr ? std::exp(problem.log_alpha[offset]) : 1;
+            mu[i] = !problem.has_momentum ? 0 : real ? std::exp(problem.log_mu[offset]) : 1;
+            beta[i] = !real ? 0 : problem.beta != nullptr ? problem.beta[offset] : 1;
+            eta[i] = !real ? 0 : problem.eta != nullptr ? problem.eta[offset] : 1;
         }
-        run_recurrences();
+        find_start_weights(chunk);
+        find_write_weights(chunk);
+        write_S = gamma_S.row(chunk.rows);
+        write_M = gamma_M.row(chunk.rows);
+        abar_C = abar[chunk.rows];
+        b_C = b[chunk.rows];
+        mbar_C = mbar[chunk.rows];
     }
 
    private:
-    void run_recurrences() {
-        fill_zeros(gamma, stride);
-        fill_zeros(lmu, stride);
-        lmu[start] = 1, abar[0] = 1, b[0] = 0;
-        for (long i = 0; i < rows; ++i) {
-            const float *lmu_before = lmu + i * stride, *gamma_before = gamma + i * stride;
-            float *lmu_now = lmu + (i + 1) * stride, *gamma_now = gamma + (i + 1) * stride;
-            for (long j = 0; j < start + kWidth; j += kWidth) store(lmu_now + j, mdn::load(lmu_before + j) * mu[i]);
-            lmu_now[i] = 1;
-            for (long j = 0; j < start + kWidth; j += kWidth)
-                store(gamma_now + j, mdn::load(gamma_before + j) * alpha[i] + mdn::load(lmu_now + j) * beta[i]);
-            abar[i + 1] = abar[i] * alpha[i];
-            b[i + 1] = gamma_now[start];
-        }
-        for (long i = 0; i < rows; ++i) {
-            write_state[i] = eta[i] * gamma[rows * stride + i];
-            write_momentum[i] = -eta[i] * lmu[rows * stride + i];
+    // (3) and column 0 of (4) and (5).
+    void find_start_weights(const Chunk& chunk) {
+        abar[0] = 1;
+        b[0] = 0;
+        mbar[0] = 1;
+        for (long i = 0; i < chunk.C; ++i) {
+            abar[i + 1] = alpha[i] * abar[i];
+            mbar[i + 1] = mu[i] * mbar[i];
+            b[i + 1] = alpha[i] * b[i] + beta[i] * mbar[i + 1];
         }
     }
+
+    // (4) gamma_M[i] = mu_i gamma_M[i - 1] + eta_i e_i,    (5) gamma_S[i] = alpha_i gamma_S[i - 1] + beta_i gamma_M[i]
+    void find_write_weights(const Chunk& chunk) {
+        fill_zeros(gamma_S.row(0), chunk.C);
+        fill_zeros(gamma_M.row(0), chunk.C);
+        for (long i = 0; i < chunk.rows; ++i) {
+            const float *gamma_S_before = gamma_S.row(i), *gamma_M_before = gamma_M.row(i);
+            float *gamma_S_i = gamma_S.row(i + 1), *gamma_M_i = gamma_M.row(i + 1);
+            const long columns = columns_of_row(chunk, i + 1), before = columns_of_row(chunk, i);
+            for (long j = 0; j < before; j += kWidth) store(gamma_M_i + j, mdn::load(gamma_M_before + j) * mu[i]);
+            if (before < columns) store(gamma_M_i + before, zeros());
+            gamma_M_i[i] = eta[i];
+            for (long j = 0; j < before; j += kWidth)
+                store(gamma_S_i + j, mdn::load(gamma_S_before + j) * alpha[i] + mdn::load(gamma_M_i + j) * beta[i]);
+            if (before < columns) store(gamma_S_i + before, zeros());
+        }
+    }
+
+    // Up to the block of 16 columns on the diagonal: row r belongs to token r - 1, and token r reads it as the row
+    // before.
+    static long columns_of_row(const Chunk& chunk, long r) { return std::min(chunk.C, round_up(r + 1)); }
 };
 
-// The chunk's keys, predictions and queries, [C, K], after the L2 norm, the factor alpha of p and the scale of q.
-struct Keys {
-    float *k, *p, *q;  // [C, K]; p is also k when nothing distinguishes them
-    float* k_columns;  // [K, C]
-    float *k_inverse, *p_inverse, *q_inverse;  // [C]: what the L2 norm multiplied a row with
-    float* scale;                              // [C]: what q is multiplied with after that
-    long stride, columns_stride;
-    float* own_p;
+// q, k and p of a chunk's tokens, after the L2 norm, the factor alpha of p and the scale of q.
+struct TokenVectors {
+    Matrix q, k, p;                                           // [C, K]; p is k itself when nothing distinguishes them
+    Matrix k_T;                                               // [K, C]
+    float *q_inverse_norm, *k_inverse_norm, *p_inverse_norm;  // [C]
+    Matrix own_p;                                             // [C, K]: where p is when it is not k
 
-    Keys(Arena& arena, long chunk, long key_dim) : stride(row_stride(key_dim)) {
-        for (float** x : {&k, &own_p, &q}) *x = arena.take(chunk * stride);
-        k_columns = arena.take(round_up(key_dim) * row_stride(chunk));
-        for (float** x : {&k_inverse, &p_inverse, &q_inverse, &scale}) *x = arena.take(chunk);
+    TokenVectors(Arena& arena, long C, long K)
+        : q(arena.matrix(C, K)),
+          k(arena.matrix(C, K)),
+          p(k),
+          k_T(arena.matrix(K, C)),
+          q_inverse_norm(arena.floats(C)),
+          k_inverse_norm(arena.floats(C)),
+          p_inverse_norm(arena.floats(C)),
+          own_p(arena.matrix(C, K)) {}
+
+    template <class Element>
+    void load_k(const Chunk& chunk) {
+        load_normalised<Element>(chunk, k, k_inverse_norm, chunk.problem.k);
+        transpose(k_T, k, chunk.C, chunk.K);
     }
 
     template <class Element>
-    void load_k(const Unit& unit, long token, long tokens, long rows) {
-        load_normalised<Element>(k, k_inverse, unit.problem.k, unit, token, tokens, rows);
-        columns_stride = row_stride(rows);
-        transpose(k_columns, columns_stride, k, stride, rows, round_up(unit.problem.key_dim));
-    }
-
-    template <class Element>
-    void load_p_and_q(const Unit& unit, const Gates& gates, long token, long tokens) {
-        const MdnProblem& problem = unit.problem;
-        const long padded = round_up(problem.key_dim);
-        load_normalised<Element>(q, q_inverse, problem.q, unit, token, tokens, gates.rows);
-        for (long i = 0; i < gates.rows; ++i) {
-            scale[i] = static_cast<float>(problem.scale);
-            scale_row(q + i * stride, scale[i], padded);
-        }
+    void load_q_and_p(const Chunk& chunk, const Gates& gates) {
+        const MdnProblem& problem = chunk.problem;
+        load_normalised<Element>(chunk, q, q_inverse_norm, problem.q);
+        const float scale = static_cast<float>(problem.scale);
+        for (long i = 0; i < chunk.tokens; ++i) scale_row(q.row(i), scale, chunk.K);
         if (!problem.has_erase) return;
-        p = own_p;
+        p = problem.p != nullptr || problem.p_times_alpha ? own_p : k;
         if (problem.p != nullptr)
-            load_normalised<Element>(p, p_inverse, problem.p, unit, token, tokens, gates.rows);
+            load_normalised<Element>(chunk, p, p_inverse_norm, problem.p);
         else if (problem.p_times_alpha)
-            std::memcpy(p, k, gates.rows * stride * sizeof(float));
-        else
-            p = k;
+            std::memcpy(p.data, k.data, chunk.C * k.stride * sizeof(float));
         if (!problem.p_times_alpha) return;
-        for (long i = 0; i < tokens; ++i) scale_row(p + i * stride, gates.alpha[i], padded);
+        for (long i = 0; i < chunk.tokens; ++i) scale_row(p.row(i), gates.alpha[i], chunk.K);
     }
 
    private:
     template <class Element>
-    void load_normalised(float* to, float* inverse, const void* from, const Unit& unit, long token, long tokens, long rows) {
-        const MdnProblem& problem = unit.problem;
-        const Element* first = static_cast<const Element*>(from) + unit.key_at(token);
-        load_matrix(to, stride, first, unit.key_stride(), tokens, rows, problem.key_dim);
-        const long padded = round_up(problem.key_dim);
-        if (!problem.l2norm) return;
+    void load_normalised(const Chunk& chunk, const Matrix to, float* inverse_norms, const void* tensor) {
+        const Element* from = static_cast<const Element*>(tensor) + chunk.unit.key_offset(chunk.first);
+        load_matrix(to, from, chunk.unit.key_stride(), chunk.tokens, chunk.C, chunk.problem.key_dim);
+        if (!chunk.problem.l2norm) return;
         // All norms first: none waits for another, so the processor works on several at once.
-        for (long i = 0; i < rows; ++i) inverse[i] = inverse_norm(to + i * stride, padded);
-        for (long i = 0; i < tokens; ++i) scale_row(to + i * stride, inverse[i], padded);
+        for (long i = 0; i < chunk.C; ++i) inverse_norms[i] = inverse_norm(to.row(i), chunk.K);
+        for (long i = 0; i < chunk.tokens; ++i) scale_row(to.row(i), inverse_norms[i], chunk.K);
     }
 };
 
-// masked[i, j] = (x_i . k_j) eta_j coefficient[i, j] on and below the diagonal, zero above; products[i, j] = x_i . k_j is kept
-// when asked for (only on and below the diagonal blocks). `coefficient` is gamma from its row 0 for A and from row 1 for W.
-inline void masked_product(float* masked, float* products, const float* x, const Keys& keys, const Gates& gates,
-                           const float* coefficient, long key_dim) {
-    const long rows = gates.rows, stride = keys.columns_stride;
-    for (long j = 0; j < rows; j += kWidth) {
-        const Row eta = load(gates.eta + j);
-        for (long i = 0; i < j; ++i) store(masked + i * stride + j, zeros());
-        multiply(x + j * keys.stride, keys.stride, keys.k_columns + j, stride, rows - j, round_up(key_dim),
-                 [&](long i, const Row& product) {
-                     const long at = (j + i) * stride + j;
-                     if (products != nullptr) store(products + at, product);
-                     store(masked + at, product * eta * load(coefficient + (j + i) * gates.stride + j));
-                 });
+// (6), (7): masked = (X K^T) * gamma, in the blocks of 16 x 16 on and below the diagonal; those above are not written.
+// `gamma` is gamma_S from its row 0 for erase (X = P) and from its row 1 for attend (X = Q), [C, C]. The plain products
+// X K^T, [C, C], are left in `products`. Their sums over K are added up from shorter ones, which halves a rounding
+// error that gamma_S would enlarge.
+inline void masked_product(const Chunk& chunk, const Matrix masked, const Matrix products, const Matrix x,
+                           const Matrix k_T, const Matrix gamma) {
+    constexpr long kSegment = 2 * kWidth;
+    for (long j = 0; j < chunk.rows; j += kWidth) {
+        const Matrix sums = products.from(j, j), masked_block = masked.from(j, j), gamma_block = gamma.from(j, j);
+        const long rows = chunk.rows - j;
+        long done = 0;
+        for (; done + kSegment < chunk.K; done += kSegment)
+            multiply(x.from(j, done), k_T.from(done, j), rows, kSegment,
+                     [&](long i, const Vector& sum) { store(sums.row(i), done == 0 ? sum : load(sums.row(i)) + sum); });
+        multiply(x.from(j, done), k_T.from(done, j), rows, chunk.K - done, [&](long i, const Vector& sum) {
+            const Vector product = done == 0 ? sum : load(sums.row(i)) + sum;
+            store(sums.row(i), product);
+            store(masked_block.row(i), product * load(gamma_block.row(i)));
+        });
     }
 }
 

@@ -1,117 +1,103 @@
-// The forward pass: chunk by chunk, 16 columns of V at a time.
+// The forward pass: chunk by chunk, 16 columns of V (a panel) at a time; equations of docs/derivation.md.
 //
-// Per chunk and panel of 16 columns, with S, M the states before the chunk (names in chunk.h):
-//     U = V - diag(abar_prev) P S + diag(b_prev) P M
-//     (I + A) R = U                                        A = (P K^T) * eta * gamma_prev, strictly lower triangular
-//     O = diag(abar) Q S - diag(b) Q M + W R               W = (Q K^T) * eta * gamma, lower triangular
-//     S' = abar_C S - b_C M + K^T diag(write_state) R      M' = mbar_C M + K^T diag(write_momentum) R
+//     (I + erase) R = target                target = V - diag(abar_prev) P S0 + diag(b_prev) P M0              (6)
+//     O  = diag(abar) Q S0 - diag(b) Q M0 + attend R                            (Q includes the scale)         (7)
+//     S' = abar_C S0 - b_C M0 + K^T diag(write_S) R,    M' = mbar_C M0 - K^T diag(write_M) R                   (8)
 #include "state.h"
 #include "threads.h"
+#include "triangular.h"
 
 namespace mdn {
 namespace {
 
 struct Workspace {
     Gates gates;
-    Keys keys;
-    float *erase, *read;            // A and W, [C, C]
-    float *state, *momentum;        // [K, V]
-    float *residual, *out, *write;  // [C, 16]
-    long state_stride;
+    TokenVectors vectors;
+    Matrix erase, attend;  // [C, C]
+    Matrix products;       // [C, C]: P K^T, then Q K^T
+    States states;         // [K, V]
+    Matrix residual;       // [C, 16]: the right-hand side `target`, then R
+    Matrix out, weighted;  // [C, 16]
 
     Workspace(Arena& arena, const MdnProblem& problem)
-        : gates(arena, problem.chunk), keys(arena, problem.chunk, problem.key_dim) {
-        const long columns = problem.value_dim / problem.slices;
-        state_stride = row_stride(columns);
-        for (float** x : {&erase, &read}) *x = arena.take(problem.chunk * row_stride(problem.chunk));
-        for (float** x : {&state, &momentum}) *x = arena.take(round_up(problem.key_dim) * state_stride);
-        for (float** x : {&residual, &out, &write}) *x = arena.take(problem.chunk * kWidth);
-    }
+        : Workspace(arena, round_up(problem.chunk_size), round_up(problem.key_dim),
+                    problem.value_dim / problem.slices) {}
+
+   private:
+    Workspace(Arena& arena, long C, long K, long V)
+        : gates(arena, C),
+          vectors(arena, C, K),
+          erase(arena.matrix(C, C)),
+          attend(arena.matrix(C, C)),
+          products(arena.matrix(C, C)),
+          states{arena.matrix(K, V), arena.matrix(K, V)},
+          residual(arena.panel(C)),
+          out(arena.panel(C)),
+          weighted(arena.panel(C)) {}
 };
 
-// (I + A) R = U in place, by blocks of rows: what is already solved is subtracted by one product, the rest row by row.
-void solve_downwards(float* u, const float* a, long a_stride, long rows) {
-    for_blocks_down(rows, [&](auto count, long first) {
-        constexpr int block = decltype(count)::value;
-        tile<block>(a + first * a_stride, a_stride, u, kWidth, first, [&](int r, const Row& sum) {
-            Row x = load(u + (first + r) * kWidth) - sum;
-            for (int s = 0; s < r; ++s)
-                x = x - load(u + (first + s) * kWidth) * a[(first + r) * a_stride + first + s];
-            store(u + (first + r) * kWidth, x);
-        });
-    });
-}
-
-// U and, from it, R of one panel.
+// (6) R of one panel.
 template <class Element>
-void find_residual(const Unit& unit, Workspace& ws, long token, long tokens, long column, bool state_is_zero) {
-    const MdnProblem& problem = unit.problem;
-    const Gates& gates = ws.gates;
-    const long key_dim = round_up(problem.key_dim), width = std::min<long>(kWidth, unit.columns - column);
-    const Element* v = static_cast<const Element*>(problem.v) + unit.value_at(token) + column;
-    const Ahead residual_ahead = unit.panel_ahead<float>(problem.residual, token, column);
-    load_matrix(ws.residual, kWidth, v, unit.value_stride(), tokens, gates.rows, width);
+void find_residual(const Chunk& chunk, const Workspace& ws, long column, bool state_is_zero) {
+    const MdnProblem& problem = chunk.problem;
+    const Matrix residual = ws.residual, p = ws.vectors.p;
+    const float *abar = ws.gates.abar, *b = ws.gates.b;
+    const States states = ws.states.panel(column);
+    const Prefetch residual_rows = chunk.prefetch<float>(problem.residual, column);
+    const Element* v = chunk.panel(static_cast<const Element*>(problem.v), column);
+    load_matrix(residual, v, chunk.unit.value_stride(), chunk.tokens, chunk.rows, chunk.width(column));
     if (problem.has_erase && !state_is_zero) {
-        multiply(ws.keys.p, ws.keys.stride, ws.state + column, ws.state_stride, gates.rows, key_dim,
-                 [&](long i, const Row& sum) {
-                     residual_ahead.row(i);
-                     store(ws.residual + i * kWidth, load(ws.residual + i * kWidth) - sum * gates.abar[i]);
-                 });
+        multiply(p, states.S, chunk.rows, chunk.K, [&](long i, const Vector& sum) {
+            residual_rows.row(i);
+            store(residual.row(i), load(residual.row(i)) - sum * abar[i]);
+        });
         if (problem.has_momentum)
-            multiply(ws.keys.p, ws.keys.stride, ws.momentum + column, ws.state_stride, gates.rows, key_dim,
-                     [&](long i, const Row& sum) {
-                         store(ws.residual + i * kWidth, load(ws.residual + i * kWidth) + sum * gates.b[i]);
-                     });
+            multiply(p, states.M, chunk.rows, chunk.K,
+                     [&](long i, const Vector& sum) { store(residual.row(i), load(residual.row(i)) + sum * b[i]); });
     }
-    if (problem.has_erase) solve_downwards(ws.residual, ws.erase, ws.keys.columns_stride, gates.rows);
+    if (problem.has_erase) solve_lower(residual, ws.erase, chunk.rows);
     if (problem.residual != nullptr)
-        store_matrix(problem.residual + unit.value_at(token) + column, unit.value_stride(), ws.residual, kWidth, tokens,
-                     width);
+        store_matrix(chunk.panel(problem.residual, column), chunk.unit.value_stride(), residual, chunk.tokens,
+                     chunk.width(column));
 }
 
+// (7) O of one panel.
 template <class Element>
-void find_output(const Unit& unit, Workspace& ws, long token, long tokens, long column, bool state_is_zero) {
-    const MdnProblem& problem = unit.problem;
-    const Gates& gates = ws.gates;
-    const long key_dim = round_up(problem.key_dim), stride = ws.keys.columns_stride;
-    const Ahead out_ahead = unit.panel_ahead<Element>(problem.o, token, column);
-    for_blocks_down(gates.rows, [&](auto count, long first) {
-        constexpr int block = decltype(count)::value;
-        tile<block>(ws.read + first * stride, stride, ws.residual, kWidth, first + block,
-                    [&](int r, const Row& sum) { store(ws.out + (first + r) * kWidth, sum); });
-    });
+void find_output(const Chunk& chunk, const Workspace& ws, long column, bool state_is_zero) {
+    const MdnProblem& problem = chunk.problem;
+    const Matrix out = ws.out, q = ws.vectors.q;
+    const float *abar = ws.gates.abar + 1, *b = ws.gates.b + 1;
+    const States states = ws.states.panel(column);
+    const Prefetch o_rows = chunk.prefetch<Element>(problem.o, column);
+    multiply_lower(out, ws.attend, ws.residual, chunk.rows);
     if (!state_is_zero) {
-        multiply(ws.keys.q, ws.keys.stride, ws.state + column, ws.state_stride, gates.rows, key_dim,
-                 [&](long i, const Row& sum) {
-                     out_ahead.row(i);
-                     store(ws.out + i * kWidth, load(ws.out + i * kWidth) + sum * gates.abar[i + 1]);
-                 });
+        multiply(q, states.S, chunk.rows, chunk.K, [&](long i, const Vector& sum) {
+            o_rows.row(i);
+            store(out.row(i), load(out.row(i)) + sum * abar[i]);
+        });
         if (problem.has_momentum)
-            multiply(ws.keys.q, ws.keys.stride, ws.momentum + column, ws.state_stride, gates.rows, key_dim,
-                     [&](long i, const Row& sum) {
-                         store(ws.out + i * kWidth, load(ws.out + i * kWidth) - sum * gates.b[i + 1]);
-                     });
+            multiply(q, states.M, chunk.rows, chunk.K,
+                     [&](long i, const Vector& sum) { store(out.row(i), load(out.row(i)) - sum * b[i]); });
     }
-    store_matrix(static_cast<Element*>(problem.o) + unit.value_at(token) + column, unit.value_stride(), ws.out, kWidth,
-                 tokens, std::min<long>(kWidth, unit.columns - column));
+    store_matrix(chunk.panel(static_cast<Element*>(problem.o), column), chunk.unit.value_stride(), out, chunk.tokens,
+                 chunk.width(column));
 }
 
 template <class Element>
-void forward_chunk(const Unit& unit, Workspace& ws, long token, long tokens, bool state_is_zero) {
-    const MdnProblem& problem = unit.problem;
-    ws.gates.load(unit, token, tokens);
-    ws.keys.load_k<Element>(unit, token, tokens, ws.gates.rows);
-    ws.keys.load_p_and_q<Element>(unit, ws.gates, token, tokens);
-    const float* gamma = ws.gates.gamma;
-    if (problem.has_erase)
-        masked_product(ws.erase, nullptr, ws.keys.p, ws.keys, ws.gates, gamma, problem.key_dim);
-    masked_product(ws.read, nullptr, ws.keys.q, ws.keys, ws.gates, gamma + ws.gates.stride, problem.key_dim);
-    for (long column = 0; column < unit.columns; column += kWidth) {
-        find_residual<Element>(unit, ws, token, tokens, column, state_is_zero);
-        find_output<Element>(unit, ws, token, tokens, column, state_is_zero);
-        const StatePanel panel{ws.state + column, ws.momentum + column, ws.state_stride};
-        const Ahead v_ahead = unit.panel_ahead<Element>(problem.v, token, column + kWidth, token + problem.chunk);
-        advance_states(problem, ws.gates, ws.keys, panel, panel, ws.residual, ws.write, v_ahead);
+void forward_chunk(const Chunk& chunk, Workspace& ws, bool state_is_zero) {
+    const MdnProblem& problem = chunk.problem;
+    ws.gates.load(chunk);
+    ws.vectors.load_k<Element>(chunk);
+    ws.vectors.load_q_and_p<Element>(chunk, ws.gates);
+    const Matrix k_T = ws.vectors.k_T, gamma_S = ws.gates.gamma_S;
+    if (problem.has_erase) masked_product(chunk, ws.erase, ws.products, ws.vectors.p, k_T, gamma_S);
+    masked_product(chunk, ws.attend, ws.products, ws.vectors.q, k_T, gamma_S.from(1, 0));
+    for (long column = 0; column < chunk.unit.columns; column += kWidth) {
+        find_residual<Element>(chunk, ws, column, state_is_zero);
+        find_output<Element>(chunk, ws, column, state_is_zero);
+        const States states = ws.states.panel(column);
+        const Prefetch next_v = chunk.prefetch<Element>(problem.v, column + kWidth, chunk.first + problem.chunk_size);
+        advance_states(chunk, ws.gates, k_T, states, states, ws.residual, ws.weighted, next_v);
     }
 }
 
@@ -119,17 +105,15 @@ template <class Element>
 void forward_unit(const void* context, long index) {
     const MdnProblem& problem = *static_cast<const MdnProblem*>(context);
     const Unit unit(problem, index);
-    with_workspace<Workspace>([&](Workspace& ws) {
-        bool state_is_zero = problem.initial_state == nullptr;
-        load_state(unit, ws.state, ws.state_stride, problem.initial_state);
-        if (problem.has_momentum) load_state(unit, ws.momentum, ws.state_stride, problem.initial_momentum);
-        for (long token = 0; token < unit.tokens; token += problem.chunk) {
-            forward_chunk<Element>(unit, ws, token, std::min<long>(problem.chunk, unit.tokens - token), state_is_zero);
-            state_is_zero = false;
-        }
-        store_state(unit, problem.final_state, ws.state, ws.state_stride);
-        if (problem.has_momentum) store_state(unit, problem.final_momentum, ws.momentum, ws.state_stride);
-    }, problem);
+    const auto run = [&](Workspace& ws) {
+        load_state(unit, ws.states.S, problem.initial_S);
+        if (problem.has_momentum) load_state(unit, ws.states.M, problem.initial_M);
+        for (long i = 0; i * problem.chunk_size < unit.tokens; ++i)
+            forward_chunk<Element>(Chunk(unit, i), ws, i == 0 && problem.initial_S == nullptr);
+        store_state(unit, problem.final_S, ws.states.S);
+        if (problem.has_momentum) store_state(unit, problem.final_M, ws.states.M);
+    };
+    with_workspace<Workspace>(run, problem);
 }
 
 }  // namespace

@@ -1,89 +1,91 @@
-// Gradients of the gates of one chunk: the recurrences of Gates (chunk.h), run backwards.
+// Gradients of the gates of one chunk: the recurrences of Gates (chunk.h), run backwards; equations (15) to (17).
 #pragma once
 
 #include "chunk.h"
 
 namespace mdn {
 
-// The other functions add the direct gradients of the coefficients; run_adjoint then turns them into gradients of the gates.
+// The backward pass adds the direct gradients of the coefficients; run_adjoint turns them into gradients of the gates.
+// Rows and columns as in Gates.
 struct GateGradients {
-    float *abar, *abar_prev, *b, *b_prev;  // [C]: of abar_i and b_i as token i reads them, and as token i reads the row before
-    float *write_state, *write_momentum;   // [C]
-    float *eta, *beta, *log_alpha, *log_mu;  // [C]: the results
-    float* gamma;                          // [C + 1, start + 16], rows as in Gates
-    float *lambda, *nu;                    // [start + 16]: adjoints of gamma[i] and lmu[i] on the way up
-    float last_abar, last_b, last_mbar;    // of abar_C, b_C, mbar_C
+    Matrix grad_gamma_S;        // [C + 1, C]; its last row is the gradient of write_S
+    float* grad_write_M;        // [C]: of gamma_M only the last row is read directly, by M'
+    float *grad_abar, *grad_b;  // [C + 1]
+    float grad_mbar_C;          // of mbar only the last element is read directly, by M'
+    float *grad_log_alpha, *grad_log_mu, *grad_beta, *grad_eta;  // [C]: the results
+    float *adjoint_S, *adjoint_M;                                // [C]: of gamma_S[i] and gamma_M[i], on the way up
 
-    GateGradients(Arena& arena, long chunk) {
-        for (float** x : {&abar, &abar_prev, &b, &b_prev, &write_state, &write_momentum, &eta, &beta, &log_alpha, &log_mu})
-            *x = arena.take(chunk);
-        gamma = arena.take((chunk + 1) * row_stride(chunk + kWidth));
-        for (float** x : {&lambda, &nu}) *x = arena.take(row_stride(chunk + kWidth));
+    GateGradients(Arena& arena, long C)
+        : grad_gamma_S(arena.matrix(C + 1, C)),
+          grad_write_M(arena.floats(C)),
+          grad_abar(arena.floats(C + 1)),
+          grad_b(arena.floats(C + 1)),
+          grad_log_alpha(arena.floats(C)),
+          grad_log_mu(arena.floats(C)),
+          grad_beta(arena.floats(C)),
+          grad_eta(arena.floats(C)),
+          adjoint_S(arena.floats(C)),
+          adjoint_M(arena.floats(C)) {}
+
+    float* grad_write_S(const Chunk& chunk) const { return grad_gamma_S.row(chunk.rows); }
+
+    void clear(const Chunk& chunk) {
+        fill_zeros(grad_gamma_S, chunk.rows + 1);
+        fill_zeros(grad_write_M, chunk.C);
+        fill_zeros(grad_abar, chunk.C + 1);
+        fill_zeros(grad_b, chunk.C + 1);
+        grad_mbar_C = 0;
     }
 
-    void clear(const Gates& gates) {
-        for (float* x : {abar, abar_prev, b, b_prev, write_state, write_momentum, eta, beta, log_alpha, log_mu})
-            fill_zeros(x, gates.rows);
-        fill_zeros(gamma, (gates.rows + 1) * gates.stride);
-        last_abar = last_b = last_mbar = 0;
-    }
-
-    // lambda_i = direct_i + alpha_{i+1} lambda_{i+1};            dbeta_i = lambda_i . lmu[i]
-    // nu_i     = direct_i + beta_i lambda_i + mu_{i+1} nu_{i+1};    dmu_i = nu_i . lmu[i - 1]
-    // omega_i  = direct_i + alpha_{i+1} omega_{i+1};            dalpha_i = lambda_i . gamma[i - 1] + omega_i abar_{i-1}
-    void run_adjoint(const Gates& gates) {
-        const long rows = gates.rows, start = gates.start, stride = gates.stride;
-        collect_direct(gates);
-        float omega = last_abar;
-        for (long i = rows - 1; i >= 0; --i) {
-            const bool last = i == rows - 1;
-            const float next_alpha = last ? 0 : gates.alpha[i + 1], next_mu = last ? 1 : gates.mu[i + 1];
-            const float *lmu = gates.lmu + (i + 1) * stride, *direct = gamma + (i + 1) * stride;
-            Row beta_dots = zeros(), mu_dots = zeros(), alpha_dots = zeros();
-            for (long j = 0; j < start + kWidth; j += kWidth) {
-                const Row adjoint = load(direct + j) + load(lambda + j) * next_alpha;
-                const Row momentum_adjoint = load(nu + j) * next_mu + adjoint * gates.beta[i];
-                store(lambda + j, adjoint);
-                store(nu + j, momentum_adjoint);
-                beta_dots = beta_dots + adjoint * load(lmu + j);
-                mu_dots = mu_dots + momentum_adjoint * load(lmu - stride + j);
-                alpha_dots = alpha_dots + adjoint * load(gates.gamma + i * stride + j);
+    // (16) adjoint_S[i] = grad_gamma_S[i] + alpha_{i+1} adjoint_S[i+1]
+    //      adjoint_M[i] = grad_gamma_M[i] + beta_i adjoint_S[i] + mu_{i+1} adjoint_M[i+1]
+    //      grad_beta_i = adjoint_S[i] . gamma_M[i],   grad_eta_i = adjoint_M[i, i]
+    // (17) grad_log_alpha_i = alpha_i (adjoint_S[i] . gamma_S[i-1] + adjoint_abar[i] abar[i-1])
+    //      grad_log_mu_i = mu_i adjoint_M[i] . gamma_M[i-1]
+    // b and mbar are column 0 of gamma_S and gamma_M; adjoint_abar follows the same recurrence as adjoint_S.
+    void run_adjoint(const Chunk& chunk, const Gates& gates) {
+        fill_zeros(adjoint_S, chunk.C);
+        std::memcpy(adjoint_M, grad_write_M, chunk.C * sizeof(float));
+        float adjoint_abar = 0, adjoint_b = 0, adjoint_mbar = grad_mbar_C;
+        float alpha_after = 0, mu_after = 1;  // nothing follows the last token
+        for (long i = chunk.rows - 1; i >= 0; --i) {
+            const float *gamma_S_before = gates.gamma_S.row(i), *gamma_M_before = gates.gamma_M.row(i);
+            const float *gamma_M_i = gates.gamma_M.row(i + 1), *direct = grad_gamma_S.row(i + 1);
+            const float beta_i = gates.beta[i];
+            Vector beta_dots = zeros(), mu_dots = zeros(), alpha_dots = zeros();
+            for (long j = 0; j <= i; j += kWidth) {
+                const Vector of_S = load(direct + j) + load(adjoint_S + j) * alpha_after;
+                const Vector of_M = load(adjoint_M + j) * mu_after + of_S * beta_i;
+                store(adjoint_S + j, of_S);
+                store(adjoint_M + j, of_M);
+                beta_dots = beta_dots + of_S * load(gamma_M_i + j);
+                mu_dots = mu_dots + of_M * load(gamma_M_before + j);
+                alpha_dots = alpha_dots + of_S * load(gamma_S_before + j);
             }
-            omega = (last ? omega : omega * next_alpha + abar_prev[i + 1]) + abar[i];
-            beta[i] = total(beta_dots);
-            log_mu[i] = gates.mu[i] * total(mu_dots);
-            log_alpha[i] = gates.alpha[i] * (total(alpha_dots) + omega * gates.abar[i]);
+            adjoint_abar = grad_abar[i + 1] + alpha_after * adjoint_abar;
+            adjoint_b = grad_b[i + 1] + alpha_after * adjoint_b;
+            adjoint_mbar = beta_i * adjoint_b + mu_after * adjoint_mbar;
+            grad_beta[i] = total(beta_dots) + adjoint_b * gates.mbar[i + 1];
+            grad_eta[i] = adjoint_M[i];
+            grad_log_mu[i] = gates.mu[i] * (total(mu_dots) + adjoint_mbar * gates.mbar[i]);
+            grad_log_alpha[i] =
+                gates.alpha[i] * (total(alpha_dots) + adjoint_b * gates.b[i] + adjoint_abar * gates.abar[i]);
+            alpha_after = gates.alpha[i];
+            mu_after = gates.mu[i];
         }
     }
 
-    // To the caller's [T, parts].
-    void write_out(const Unit& unit, long token, long tokens) const {
-        const MdnProblem& problem = unit.problem;
+    // To the caller's [T, P].
+    void write_out(const Chunk& chunk) const {
+        const MdnProblem& problem = chunk.problem;
         const auto write = [&](float* to, const float* from) {
-            for (long i = 0; to != nullptr && i < tokens; ++i) to[unit.gate_gradient_at(token + i)] = from[i];
+            if (to == nullptr) return;
+            for (long i = 0; i < chunk.tokens; ++i) to[chunk.unit.gate_gradient_offset(chunk.first + i)] = from[i];
         };
-        write(problem.dlog_alpha, log_alpha);
-        write(problem.dlog_mu, log_mu);
-        write(problem.dbeta, beta);
-        write(problem.deta, eta);
-    }
-
-   private:
-    // Moves the gradients of b, write_state and write_momentum to where those numbers came from.
-    void collect_direct(const Gates& gates) {
-        const long rows = gates.rows, start = gates.start, stride = gates.stride;
-        const float *last_gamma = gates.gamma + rows * stride, *last_lmu = gates.lmu + rows * stride;
-        fill_zeros(lambda, start + kWidth);
-        fill_zeros(nu, start + kWidth);
-        for (long i = 0; i < rows; ++i) {
-            gamma[(i + 1) * stride + start] += b[i];
-            gamma[i * stride + start] += b_prev[i];
-            gamma[rows * stride + i] += gates.eta[i] * write_state[i];
-            nu[i] = -gates.eta[i] * write_momentum[i];
-            eta[i] += last_gamma[i] * write_state[i] - last_lmu[i] * write_momentum[i];
-        }
-        gamma[rows * stride + start] += last_b;
-        nu[start] = last_mbar;
+        write(problem.grad_log_alpha, grad_log_alpha);
+        write(problem.grad_log_mu, grad_log_mu);
+        write(problem.grad_beta, grad_beta);
+        write(problem.grad_eta, grad_eta);
     }
 };
 

@@ -1,33 +1,31 @@
-// One token: decode. The time goes into moving the states, so S is read twice only while it is still in the cache, and each
-// state is written once.
+// One token: decode, equation (1) of docs/derivation.md. The time goes into moving the states, so S is read twice only
+// while it is still in the cache, and each state is written once.
 //
 //     r = v - S^T p;    M = mu M - eta k r^T;    S = alpha S - beta M;    o = scale S^T q
-#include <algorithm>
-
+#include "interface.h"
 #include "memory.h"
-#include "problem.h"
 #include "threads.h"
 
 namespace mdn {
 namespace {
 
 // Sixteen columns of the caller's states, or the fewer that are left at the end of a row.
-struct WholeRow {
-    Row load(const float* from) const { return mdn::load(from); }
-    void store(float* to, const Row& row) const { mdn::store(to, row); }
+struct Sixteen {
+    Vector load(const float* from) const { return mdn::load(from); }
+    void store(float* to, const Vector& x) const { mdn::store(to, x); }
 };
 
-struct PartOfRow {
+struct Fewer {
     long count;
 
-    Row load(const float* from) const {
+    Vector load(const float* from) const {
         float padded[kWidth] = {};
         std::memcpy(padded, from, count * sizeof(float));
         return mdn::load(padded);
     }
-    void store(float* to, const Row& row) const {
+    void store(float* to, const Vector& x) const {
         float padded[kWidth];
-        mdn::store(padded, row);
+        mdn::store(padded, x);
         std::memcpy(to, padded, count * sizeof(float));
     }
 };
@@ -35,26 +33,26 @@ struct PartOfRow {
 template <class Body>
 MDN_INLINE void for_columns(long columns, Body&& body) {
     long c = 0;
-    for (; c + kWidth <= columns; c += kWidth) body(c, WholeRow());
-    if (c < columns) body(c, PartOfRow{columns - c});
+    for (; c + kWidth <= columns; c += kWidth) body(c, Sixteen());
+    if (c < columns) body(c, Fewer{columns - c});
 }
 
-// The processor's own prefetching stops at the end of every page, so lines are asked for some pages ahead (at the end of a head:
-// of the next one). Asking for an address that does not exist does nothing.
+// The processor's own prefetching stops at the end of every page, so lines are prefetched some rows ahead (at the end
+// of a head: of the next one). Prefetching an address that does not exist does nothing.
 constexpr long kRowsAhead = 16;
 
-MDN_INLINE void ask_for(const float* address) { __builtin_prefetch(address, 1, 3); }
+MDN_INLINE void prefetch(const float* address) { __builtin_prefetch(address, 1, 3); }
 
-// One head of one sequence: its gates, its states [K, V], and its vectors, padded with zeros to a multiple of 16.
+// One head of one sequence: its gates, its states and its vectors, which are padded with zeros to a multiple of 16.
 struct Head {
     float alpha, mu, beta, eta;
-    float *state, *momentum;
-    long state_stride, momentum_stride, rows, columns;
+    Matrix S, M;  // [K, V] in the caller's memory
+    long key_dim, value_dim;
     float *q, *k, *p;  // [K]
     float *r, *o;      // [V]
 };
 
-// Calls body(count, first) over blocks of rows: a block reads r and o once for all its rows.
+// Calls body(count, first) over blocks of key rows: a block reads r and o once for all its rows.
 template <class Body>
 MDN_INLINE void for_rows(long rows, Body&& body) {
     long first = 0;
@@ -62,58 +60,65 @@ MDN_INLINE void for_rows(long rows, Body&& body) {
     for (; first < rows; ++first) body(Count<1>(), first);
 }
 
-MDN_FLATTEN void subtract_prediction(const Head head) {
-    for_rows(head.rows, [&](auto count, long first) {
+// r = v - S^T p; r holds v before.
+MDN_FLATTEN void find_residual(const Head head) {
+    for_rows(head.key_dim, [&](auto count, long first) {
         constexpr int block = decltype(count)::value;
-        const float *state = head.state + first * head.state_stride, *p = head.p + first;
-        for_columns(head.columns, [&](long c, auto columns) {
-            Row r = load(head.r + c);
+        const Matrix S = head.S.from(first, 0);
+        const float* p = head.p + first;
+        for_columns(head.value_dim, [&](long c, auto columns) {
+            Vector r = load(head.r + c);
             for (int i = 0; i < block; ++i) {
-                ask_for(state + (i + kRowsAhead) * head.state_stride + c);
-                r = r - columns.load(state + i * head.state_stride + c) * p[i];
+                prefetch(S.row(i + kRowsAhead) + c);
+                r = r - columns.load(S.row(i) + c) * p[i];
             }
             store(head.r + c, r);
         });
     });
 }
 
+// M = mu M - eta k r^T;  S = alpha S - beta M;  o = S^T q.
 template <bool has_momentum>
 MDN_FLATTEN void update_states(const Head head) {
-    for_rows(head.rows, [&](auto count, long first) {
+    for_rows(head.key_dim, [&](auto count, long first) {
         constexpr int block = decltype(count)::value;
-        float* state = head.state + first * head.state_stride;
-        float* momentum = has_momentum ? head.momentum + first * head.momentum_stride : nullptr;
+        const Matrix S = head.S.from(first, 0), M = head.M.from(has_momentum ? first : 0, 0);
         const float *k = head.k + first, *q = head.q + first;
-        for_columns(head.columns, [&](long c, auto columns) {
-            const Row write = load(head.r + c) * -head.eta;
-            Row o = load(head.o + c), new_momentum[block], new_state[block];
-            // S and M often lie a multiple of 4 KB apart; a load that follows a store to such an address waits for it. So all
-            // loads come first.
+        for_columns(head.value_dim, [&](long c, auto columns) {
+            const Vector write = load(head.r + c) * -head.eta;
+            Vector o = load(head.o + c), new_M[block], new_S[block];
+            // S and M often lie a multiple of 4 KB apart; a load that follows a store to such an address waits for it.
+            // So all loads come first.
             for (int i = 0; i < block; ++i) {
-                new_state[i] = columns.load(state + i * head.state_stride + c);
+                new_S[i] = columns.load(S.row(i) + c);
                 if (!has_momentum) continue;
-                ask_for(momentum + (i + kRowsAhead) * head.momentum_stride + c);
-                new_momentum[i] = columns.load(momentum + i * head.momentum_stride + c);
+                prefetch(M.row(i + kRowsAhead) + c);
+                new_M[i] = columns.load(M.row(i) + c);
             }
             for (int i = 0; i < block; ++i) {
-                new_momentum[i] = has_momentum ? new_momentum[i] * head.mu + write * k[i] : write * k[i];
-                new_state[i] = new_state[i] * head.alpha - new_momentum[i] * head.beta;
-                o = o + new_state[i] * q[i];
+                new_M[i] = has_momentum ? new_M[i] * head.mu + write * k[i] : write * k[i];
+                new_S[i] = new_S[i] * head.alpha - new_M[i] * head.beta;
+                o = o + new_S[i] * q[i];
             }
             for (int i = 0; i < block; ++i) {
-                if (has_momentum) columns.store(momentum + i * head.momentum_stride + c, new_momentum[i]);
-                columns.store(state + i * head.state_stride + c, new_state[i]);
+                if (has_momentum) columns.store(M.row(i) + c, new_M[i]);
+                columns.store(S.row(i) + c, new_S[i]);
             }
             store(head.o + c, o);
         });
     });
 }
 
+// One row of q, k or p, after the L2 norm and times `factor`.
 template <class Element>
 void load_key(const MdnStep& step, float* to, const void* from, long row, float factor) {
-    const long padded = round_up(step.key_dim);
-    load_padded(to, static_cast<const Element*>(from) + row * step.key_dim, step.key_dim, padded);
-    scale_row(to, step.l2norm ? inverse_norm(to, padded) * factor : factor, padded);
+    const long K = round_up(step.key_dim);
+    load_padded(to, static_cast<const Element*>(from) + row * step.key_dim, step.key_dim, K);
+    scale_row(to, step.l2norm ? inverse_norm(to, K) * factor : factor, K);
+}
+
+Matrix state_of(float* state, const int64_t strides[3], long slot, long head) {
+    return {state + slot * strides[0] + head * strides[1], strides[2]};
 }
 
 template <class Element>
@@ -122,28 +127,30 @@ void step_head(const void* context, long unit) {
     const long row = unit / step.value_heads, value_head = unit % step.value_heads;
     const long slot = step.slots != nullptr ? step.slots[row] : row;
     const long key_row = row * step.key_heads + value_head / (step.value_heads / step.key_heads);
-    const int64_t *strides = step.state_strides, *momentum_strides = step.momentum_strides;
-    const long padded = round_up(step.value_dim);
-    Scratch& scratch = scratch_of_this_thread();
-    Arena vectors(scratch.reserve(3 * round_up(step.key_dim) + 2 * padded));
+    const long K = round_up(step.key_dim), V = round_up(step.value_dim);
+    Arena vectors(scratch_of_this_thread().reserve(3 * K + 2 * V));
     Head head;
     head.alpha = step.log_alpha != nullptr ? std::exp(step.log_alpha[unit]) : 1;
     head.mu = step.has_momentum ? std::exp(step.log_mu[unit]) : 0;
     head.beta = step.beta != nullptr ? step.beta[unit] : 1;
     head.eta = step.eta != nullptr ? step.eta[unit] : 1;
-    head.state = step.state + slot * strides[0] + value_head * strides[1];
-    head.momentum = step.momentum + (step.has_momentum ? slot * momentum_strides[0] + value_head * momentum_strides[1] : 0);
-    head.state_stride = strides[2], head.momentum_stride = momentum_strides[2];
-    head.rows = step.key_dim, head.columns = step.value_dim;
-    for (float** x : {&head.q, &head.k, &head.p}) *x = vectors.take(round_up(step.key_dim));
-    for (float** x : {&head.r, &head.o}) *x = vectors.take(padded);
+    head.S = state_of(step.S, step.S_strides, slot, value_head);
+    head.M = step.has_momentum ? state_of(step.M, step.M_strides, slot, value_head) : Matrix{};
+    head.key_dim = step.key_dim;
+    head.value_dim = step.value_dim;
+    head.q = vectors.floats(K);
+    head.k = vectors.floats(K);
+    head.p = vectors.floats(K);
+    head.r = vectors.floats(V);
+    head.o = vectors.floats(V);
     load_key<Element>(step, head.q, step.q, key_row, static_cast<float>(step.scale));
     load_key<Element>(step, head.k, step.k, key_row, 1);
-    load_padded(head.r, static_cast<const Element*>(step.v) + unit * step.value_dim, step.value_dim, padded);
-    fill_zeros(head.o, padded);
+    load_padded(head.r, static_cast<const Element*>(step.v) + unit * step.value_dim, step.value_dim, V);
+    fill_zeros(head.o, V);
     if (step.has_erase) {
-        load_key<Element>(step, head.p, step.p != nullptr ? step.p : step.k, key_row, step.p_times_alpha ? head.alpha : 1);
-        subtract_prediction(head);
+        const void* p = step.p != nullptr ? step.p : step.k;
+        load_key<Element>(step, head.p, p, key_row, step.p_times_alpha ? head.alpha : 1);
+        find_residual(head);
     }
     step.has_momentum ? update_states<true>(head) : update_states<false>(head);
     store_row(static_cast<Element*>(step.o) + unit * step.value_dim, head.o, step.value_dim);

@@ -1,12 +1,14 @@
 // Threads without owning a pool.
 //
-// torch already has a pool of OpenMP threads that wait by spinning. A second pool would compete with it for the cores, so this
-// library joins the team of torch's own OpenMP library, found at run time by name (nothing is linked). Where there is none,
-// and in a forked child, whose inherited team has no threads behind it, plain threads are started for the call.
+// torch already has a spin-waiting pool of OpenMP threads. A second pool would compete with it for the cores, so this
+// library joins the team of torch's own OpenMP library, found at run time by name (nothing is linked). Where there is
+// none, and in a forked child, whose inherited team has no threads behind it, plain threads are started for the call.
 #include "threads.h"
 
+#if !defined(_WIN32)
 #include <dlfcn.h>
 #include <pthread.h>
+#endif
 
 #include <atomic>
 #include <new>
@@ -66,8 +68,12 @@ typedef void (*OpenMpParallel)(void (*)(void*), void*, unsigned threads, unsigne
 bool in_forked_child = false;
 
 OpenMpParallel find_team() {
+#if defined(_WIN32)
+    return nullptr;
+#else
     pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
     return reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+#endif
 }
 
 const OpenMpParallel team_of_torch = find_team();
@@ -77,7 +83,7 @@ void run_on_new_threads(long threads, Job& job) {
     try {
         while (static_cast<long>(helpers.size()) + 1 < threads) helpers.emplace_back(take_units, &job);
     } catch (const std::system_error&) {
-        // The system gives no more threads: those that run do all the work.
+        // The system grants no more threads: those that run do all the work.
     }
     take_units(&job);
     for (auto& helper : helpers) helper.join();

@@ -1,7 +1,7 @@
-// Asks the processor what it can do. Only the baseline variant's answer is used, so this runs everywhere.
-#include <cstring>
+// What a loader asks before it uses a variant. Every variant answers this on any processor of its family.
+#include "interface.h"
 
-#include "problem.h"
+#include <cstring>
 
 extern "C" int mdn_supports(const char* instruction_set) {
     if (std::strcmp(instruction_set, "baseline") == 0) return 1;
@@ -14,7 +14,8 @@ extern "C" int mdn_supports(const char* instruction_set) {
     return 0;
 }
 
-extern "C" void mdn_struct_sizes(int64_t* sizes) {
-    sizes[0] = sizeof(MdnProblem);
-    sizes[1] = sizeof(MdnStep);
+extern "C" void mdn_interface(int64_t version_and_sizes[3]) {
+    version_and_sizes[0] = MDN_INTERFACE_VERSION;
+    version_and_sizes[1] = sizeof(MdnProblem);
+    version_and_sizes[2] = sizeof(MdnStep);
 }

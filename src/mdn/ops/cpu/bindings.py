@@ -1,0 +1,163 @@
+"""The native kernel as a library: finding and loading it, its C structs, and tensors as it takes them.
+
+The kernel is a plain shared library beside this file, one per instruction set: ``_kernel_baseline.so`` (any processor),
+``_kernel_avx2.so``, ``_kernel_avx512.so``. The best one that was built and that this processor can run is loaded, at
+first use. ``MDN_CPU_ISA`` names one to use instead; ``MDN_CPU_LIBRARY_DIR`` names another folder (tests use both).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
+INTERFACE_VERSION = 2
+"""MDN_INTERFACE_VERSION of csrc/interface.h"""
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Problem(Structure):
+    """``MdnProblem``: a forward or backward pass over whole sequences."""
+
+    _fields_ = [
+        *_fields(c_int64, "sequences key_heads value_heads slices key_dim value_dim chunk_size threads"),
+        *_fields(c_int64, "bfloat16 float32_key_gradient l2norm p_times_alpha has_momentum has_erase"),
+        ("scale", c_double),
+        *_fields(c_void_p, "offsets q k p v log_alpha log_mu beta eta initial_S initial_M"),
+        *_fields(c_void_p, "o residual final_S final_M grad_o grad_final_S grad_final_M"),
+        *_fields(c_void_p, "grad_q grad_k grad_p grad_v grad_log_alpha grad_log_mu grad_beta grad_eta"),
+        *_fields(c_void_p, "grad_initial_S grad_initial_M"),
+    ]
+
+
+class Step(Structure):
+    """``MdnStep``: one token per sequence."""
+
+    _fields_ = [
+        *_fields(c_int64, "batch slot_count key_heads value_heads key_dim value_dim threads"),
+        *_fields(c_int64, "bfloat16 l2norm p_times_alpha has_momentum has_erase"),
+        ("scale", c_double),
+        *_fields(c_void_p, "slots q k p v log_alpha log_mu beta eta S M"),
+        ("S_strides", c_int64 * 3),
+        ("M_strides", c_int64 * 3),
+        ("o", c_void_p),
+    ]
+
+
+def why_unavailable() -> str | None:
+    """None when the native kernel can be used, otherwise one sentence that says why not."""
+    return _find()[1]
+
+
+def library() -> ctypes.CDLL:
+    """The loaded kernel, or a RuntimeError that says why there is none."""
+    found, reason = _find()
+    if found is None:
+        raise RuntimeError(f"the native CPU kernel cannot be used: {reason}")
+    return found
+
+
+def instruction_set() -> str | None:
+    """Which variant is loaded: ``avx512``, ``avx2`` or ``baseline`` (None when there is none)."""
+    found, _ = _find()
+    return None if found is None else Path(found._name).stem.removeprefix("_kernel_")
+
+
+@cache
+def _find() -> tuple[ctypes.CDLL | None, str | None]:
+    folder = Path(os.environ.get("MDN_CPU_LIBRARY_DIR") or Path(__file__).parent)
+    baseline = folder / "_kernel_baseline.so"
+    if not baseline.exists():
+        return None, (
+            f"{baseline.name} is not in {folder}: the package was installed without a C++ compiler "
+            "(install g++ or clang++ and reinstall the package)"
+        )
+    try:
+        supports = ctypes.CDLL(str(baseline)).mdn_supports
+        candidates = _requested_instruction_sets()
+        for name in candidates:
+            path = folder / f"_kernel_{name}.so"
+            if path.exists() and supports(name.encode()):
+                loaded = ctypes.CDLL(str(path))
+                stale = _why_stale(loaded)
+                return (None, stale) if stale else (_declared(loaded), None)
+    except (OSError, ValueError, AttributeError) as error:
+        return None, f"the library does not load: {error}"
+    return None, f"MDN_CPU_ISA={candidates[0]} was requested, but it was not built or this processor cannot run it"
+
+
+def _requested_instruction_sets() -> tuple[str, ...]:
+    name = os.environ.get("MDN_CPU_ISA")
+    if not name:
+        return INSTRUCTION_SETS
+    if name not in INSTRUCTION_SETS:
+        raise ValueError(f"MDN_CPU_ISA must be one of {', '.join(INSTRUCTION_SETS)}, got {name}")
+    return (name,)
+
+
+def _why_stale(loaded: ctypes.CDLL) -> str | None:
+    """A library that was built from other sources would read the structs wrongly."""
+    expected = [INTERFACE_VERSION, ctypes.sizeof(Problem), ctypes.sizeof(Step)]
+    built = (c_int64 * 3)()
+    if hasattr(loaded, "mdn_interface"):
+        loaded.mdn_interface(built)
+    if list(built) == expected:
+        return None
+    return (
+        f"{Path(loaded._name).name} was built from other sources (interface {built[0] or 1}, struct sizes "
+        f"{built[1]} and {built[2]}) than this version of mdn (interface {expected[0]}, {expected[1]} and "
+        f"{expected[2]}): rebuild it with `python setup.py build_ext --inplace` or reinstall the package"
+    )
+
+
+def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    for name, argument in (("mdn_forward", Problem), ("mdn_backward", Problem), ("mdn_step", Step)):
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = [POINTER(argument)], c_int
+    loaded.mdn_supports.argtypes, loaded.mdn_supports.restype = [c_char_p], c_int
+    return loaded
+
+
+def check_result(code: int) -> None:
+    """Turns what a function of the library returns into an exception."""
+    if code == 1:
+        raise MemoryError("the native CPU kernel could not allocate its scratch memory")
+    if code == 2:
+        raise ValueError("state_indices must be slots of the state: an index is negative or too large")
+
+
+def values(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """``x`` contiguous in ``dtype``; its shape must be ``shape``."""
+    if x.shape == shape and x.dtype is dtype and x.is_cpu and x.is_contiguous():
+        return x  # the usual case, kept short: a decode step comes here nine times
+    if x.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
+    if not x.is_cpu:
+        raise ValueError(f"{name} must be a CPU tensor for the native CPU kernel, got one on {x.device}")
+    return x.detach().to(dtype).contiguous()
+
+
+def optional_values(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
+    return None if x is None else values(name, x, dtype, shape)
+
+
+def io_dtype(q: Tensor) -> torch.dtype:
+    """bfloat16 is read and written as it is; everything else goes through float32. (Gates and states may have any
+    dtype: they are cast to float32, as every backend casts them to the dtype of the computation.)"""
+    if q.dtype == torch.float64:
+        raise ValueError("q must be float32 or bfloat16 for the native CPU kernel, got float64")
+    return torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+
+
+def check_heads(key_heads: int, value_heads: int) -> None:
+    if key_heads < 1 or value_heads % key_heads != 0:
+        raise ValueError(f"v must have a multiple of the {key_heads} heads of q and k, got {value_heads}")
