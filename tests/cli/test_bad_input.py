@@ -157,7 +157,7 @@ def test_every_command_names_a_truncated_model(
         (("generate", "MODEL", "--prompt", "a", "--seed", "9" * 30), "--seed must be at most 4294967295"),
         (("generate", "MODEL", "--prompt", "a", "--max-new-tokens", "9" * 30), "--max-new-tokens must be at most"),
         (
-            ("generate", "MODEL", "--prompt", "a", "--json", "OUT/missing/../../../dev/null/x"),
+            ("generate", "MODEL", "--prompt", "a", "--json", f"{__file__}/x"),
             "--json cannot be written",
         ),
         (("generate", "MODEL", "--prompt", "a", "--json", "OUT"), "--json must be a file, got a directory"),
@@ -172,6 +172,16 @@ def test_every_command_names_a_truncated_model(
         (("analyze", "stability", "--heads", "9" * 20), "--heads must be at most"),
         (("analyze", "spectra", "--seed", "-1"), "--seed must be at least 0, got -1"),
         (("info", "mdn_tiny", "--context", "9" * 30), "--context must be at most"),
+        (("info", "JSON:null"), "must hold a JSON object, got NoneType"),
+        (("info", "JSON:" + "[" * 100_000), "its JSON is nested too deeply"),
+        (("info", 'JSON:{"num_hidden_layers": 1000000}'), "num_hidden_layers must be"),
+        (("info", 'JSON:{"conv_size": 10000000}'), "conv_size must be"),
+        (("info", 'JSON:{"norm_eps": NaN}'), "norm_eps must be"),
+        (("info", 'JSON:{"attn": {"layers": [0], "num_heads": -1}}'), "num_heads"),
+        (("analyze", "stability", "--windows", "5000", "--steps", "16", "--heads", "2"), "--windows"),
+        (("analyze", "stability", "--heads", "2000000000"), "--heads"),
+        (("train", "demo", "model.hidden_size=99999999999", "output=OUT/run"), "hidden_size must be"),
+        (("train", "demo", "model.hidden_size=1000000", "output=OUT/run"), "GB of memory"),
         (("train", "demo", "training.lr=1"), "unknown key 'training.lr' (did you mean training.learning_rate?)"),
         (("train", "demo", "training.steps=99999999999999999999"), "training.steps: input should be less than"),
         (("train", "demo", "training.learning_rate=inf"), "training.learning_rate: input should be a finite number"),
@@ -187,6 +197,7 @@ def test_every_command_names_a_truncated_model(
         (("trian", "demo"), "invalid choice: 'trian'"),
         (("train", "demo", "--nonsense"), "unrecognized arguments: --nonsense"),
         (("mqar", "quick", "seeds=9"), "seeds"),
+        (("mqar", "quick", "mixers=[no_such_mixer]"), "unknown mixer 'no_such_mixer'"),
         (("report", "OUT/nothing", "--out", "OUT/page.html"), "nothing"),
     ],
 )
@@ -194,6 +205,10 @@ def test_a_wrong_word_is_named(
     arguments: tuple[str, ...], message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [word.replace("MODEL", str(model)).replace("OUT", str(tmp_path)) for word in arguments]
+    for number, word in enumerate(words):
+        if word.startswith("JSON:"):
+            (tmp_path / "config.json").write_text(word.removeprefix("JSON:"))
+            words[number] = str(tmp_path / "config.json")
     assert message in refused(capsys, *words)
 
 

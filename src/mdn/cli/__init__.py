@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from mdn import __version__
 from mdn.common.errors import is_out_of_memory, one_line
+from mdn.common.progress import end_bars
 
 COMMANDS: dict[str, str | dict[str, str]] = {
     "demo": "mdn.cli.demo",
@@ -111,6 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("MDN_DEBUG"):
             raise
+        end_bars()
         message, code = _explain(error)
         print(f"mdn: error: {message}", file=sys.stderr)
         return code

@@ -17,6 +17,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig
 
+from mdn.common.files import read_json
 from mdn.common.loading import resolve_model
 from mdn.layers import ChannelMixing, Mixer, RMSNorm
 from mdn.models.config import MomentumDeltaNetConfig
@@ -51,9 +52,13 @@ def load_config(source: str) -> MomentumDeltaNetConfig:
     """A config by the name of a shipped one (``mdn_400M``), a JSON file, a model directory or a Hub id."""
     shipped = shipped_configs()
     if source in shipped or Path(source).is_file():
-        return MomentumDeltaNetConfig.from_json_file(str(shipped.get(source, source)))
+        path = shipped.get(source, Path(source))
+        read_json(path)  # names the file if it holds no JSON object
+        return MomentumDeltaNetConfig.from_json_file(str(path))
     try:
         source = resolve_model(source)
+        if Path(source).is_dir():
+            read_json(Path(source) / "config.json")
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ValueError(f"no config {source!r}: {error}; shipped ones are {', '.join(shipped)}") from None

@@ -87,14 +87,18 @@ def build_model(recipe: Recipe, config: MomentumDeltaNetConfig) -> MomentumDelta
     source = recipe.model.get("init_from")
     if source is not None:
         return _initialised_from(str(source), config)
+    set_seed(recipe.seed)
+    return MomentumDeltaNetForCausalLM(config)
+
+
+def refuse_too_large(recipe: Recipe, config: MomentumDeltaNetConfig) -> None:
+    """A ValueError for a config that describes no model, or one that this machine cannot hold."""
     size, memory = 4 * count_parameters(config), physical_memory()
     if memory is not None and size > memory:
         raise ValueError(
             f"recipe {recipe.name}: the model's weights need {size / 1e9:,.1f} GB in float32, but this machine has "
             f"{memory / 1e9:,.1f} GB of memory"
         )
-    set_seed(recipe.seed)
-    return MomentumDeltaNetForCausalLM(config)
 
 
 def _initialised_from(source: str, config: MomentumDeltaNetConfig) -> MomentumDeltaNetForCausalLM:

@@ -117,14 +117,14 @@ class PackCollator:
         ids = torch.from_numpy(np.stack([row["ids"] for row in rows]))
         inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         if not self.reset_at_documents:
-            return {"input_ids": inputs, "labels": inputs, "shift_labels": targets}
+            return {"input_ids": inputs, "shift_labels": targets}
         length = inputs.shape[1]
         cuts = {inputs.numel()}
         for number, row in enumerate(rows):
             cuts.update([number * length, *(row["beginnings"] + number * length).tolist()])
         inputs, targets = inputs.view(1, -1), targets.view(1, -1)
         boundaries = torch.tensor(sorted(cuts), dtype=torch.int64)
-        return {"input_ids": inputs, "labels": inputs, "shift_labels": targets, "cu_seqlens": boundaries}
+        return {"input_ids": inputs, "shift_labels": targets, "cu_seqlens": boundaries}
 
 
 @dataclass(frozen=True)

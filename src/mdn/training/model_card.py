@@ -75,7 +75,8 @@ def model_card(recipe: Recipe, summary: dict[str, Any], command: str) -> str:
     held_out, training = summary["held_out"], recipe.training
     references = "".join(f"| {name} | {bits:.3f} |\n" for name, bits in summary.get("references", {}).items())
     parts = [
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [momentum-deltanet]\n---\n",
+        "---\nlibrary_name: transformers\nlicense: apache-2.0\npipeline_tag: text-generation\n"
+        "tags: [momentum-deltanet]\n---\n",
         f"# {recipe.name}\n\n{recipe.description}\n",
         f"- mixer: `{summary['mixer']}`, {summary['parameters']:,} parameters",
         f"- trained on {summary['data']}: {summary['tokens']:,} tokens, {summary['steps']:,} steps, seed {recipe.seed}",
@@ -90,6 +91,8 @@ def model_card(recipe: Recipe, summary: dict[str, Any], command: str) -> str:
         f"| this model | **{held_out['bits_per_byte']:.3f}** |\n{references}",
         f"Perplexity {held_out['perplexity']:.2f}, {held_out['bytes'] / held_out['tokens']:.2f} bytes a token.\n",
         "## Use\n",
+        "The architecture is in the package `momentum-deltanet` (`pip install momentum-deltanet`). PATH is this "
+        "directory.\n",
         "```python\nimport mdn.models  # registers the architecture\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained("PATH")\n'
