@@ -162,3 +162,15 @@ def test_logits_to_keep_gives_the_last_logits_only():
     assert model(ids, logits_to_keep=1).logits.shape == (2, 1, VOCABULARY)
     torch.testing.assert_close(model(ids, logits_to_keep=3).logits, full[:, -3:])
     torch.testing.assert_close(model(ids, logits_to_keep=torch.tensor([0, 5])).logits, full[:, [0, 5]])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["momentum_deltanet", "hybrid", "gated_deltanet", "rwkv7"])
+def test_a_decode_step_is_one_graph_to_the_compiler(name):
+    model, ids = small_model(name), tokens(2, 10)
+    expected = model(ids).logits[:, 6:]
+    torch.compiler.reset()
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    cache = model(ids[:, :6], use_cache=True).past_key_values
+    found = [step(ids[:, t : t + 1], past_key_values=cache, all_tokens_valid=True).logits for t in range(6, 10)]
+    assert (torch.cat(found, 1) - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -9,7 +9,6 @@ Nothing in a cache carries gradients: every call starts from its states as const
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ class LayerState:
         self.layer_idx = layer_idx
         self.layout = layout
 
-    @cached_property
+    @property
     def layer(self) -> Any:
         """The cache layer of a recurrent mixer."""
         layers = getattr(self.cache, "layers", ())
