@@ -11,7 +11,7 @@ import yaml
 from mdn.cli import main
 from mdn.training.build import model_config
 from mdn.training.plan import plan_batch
-from mdn.training.recipe import find_recipe, load_recipe, packaged_recipes, to_yaml, validate
+from mdn.training.recipe import field_table, find_recipe, load_recipe, packaged_recipes, to_yaml, validate
 
 MODELS = ("mdn", "gdn", "comba", "kda", "mamba2", "transformer")
 ABLATIONS = {
@@ -163,3 +163,8 @@ def test_a_dry_run_prints_the_recipe_its_sizes_and_the_launch_line(
     assert plan["tokens"] == 30720 * 524288
     assert plan["state_bytes"] == 16 * plan["parameters"]
     assert plan["activation_bytes"] > 1e9
+
+
+def test_the_table_of_keys_in_the_docs_is_complete_and_true() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    assert field_table() in page  # `mdn train --fields` prints it

@@ -198,8 +198,7 @@ class Recipe(Block):
         (), description="modules to import first: names, or .py files beside the recipe (own mixers, own data)"
     )
     model: dict[str, Any] = Field(
-        description="`config`: a name in mdn/configs or a path; `init_from`: a model or run folder whose weights are "
-        "the start; other keys are fields of the config"
+        description="`config` or `init_from`, and fields of the model's config (see the section on models)"
     )
     data: DataSettings = DataSettings()  # type: ignore[call-arg]
     tokenizer: TokenizerSettings = TokenizerSettings()  # type: ignore[call-arg]
