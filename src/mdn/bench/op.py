@@ -76,7 +76,7 @@ def measure_lengths(shape: RuleShape, names: list[str], quick: bool) -> dict[str
     """Microseconds per token of each peer at each length, one row of the given heads. All lengths interleaved.
 
     A sample is as many calls as make up the tokens of the peer's longest length: on a machine with other work, the
-    least of many short samples would be compared with the least of few long ones.
+    minimum over many short samples would be compared with that over few long ones.
     """
     times = (64, 128) if quick else SWEEP
     longest = dict.fromkeys(names, LONGEST_PEER) | {peers.ATTENTION: LONGEST_ATTENTION}

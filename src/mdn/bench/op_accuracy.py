@@ -30,8 +30,8 @@ def accuracy_table(values: tuple[float, ...] = LOG_MU) -> list[dict[str, float]]
         }
         inputs["log_mu"] = torch.full_like(inputs["log_mu"], log_mu)
         exact: PeerInputs = {name: x.double() for name, x in inputs.items()}
-        wanted, _ = recurrent_momentum_delta_rule(**exact)
-        errors = {name: _error(o, wanted) for name, o in _outputs(inputs).items()}
+        expected, _ = recurrent_momentum_delta_rule(**exact)
+        errors = {name: _error(o, expected) for name, o in _outputs(inputs).items()}
         rows.append({"log_mu": log_mu, **errors})
     return rows
 
@@ -47,6 +47,6 @@ def _outputs(inputs: PeerInputs) -> dict[str, Tensor]:
     return outputs
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
-    error = relative_error(found, wanted)
+def _error(actual: Tensor, expected: Tensor) -> float:
+    error = relative_error(actual, expected)
     return error if math.isfinite(error) else math.nan

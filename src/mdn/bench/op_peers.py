@@ -142,10 +142,10 @@ def runnable_peers() -> tuple[list[str], dict[str, str]]:
 # ------------------------------------------------------------------------------------------------ correctness gate
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Largest difference over largest value; infinite when anything is NaN."""
-    difference = (found.double() - wanted.double()).abs().max().item()
-    return difference / wanted.abs().max().item() if difference == difference else float("inf")
+    difference = (actual.double() - expected.double()).abs().max().item()
+    return difference / expected.abs().max().item() if difference == difference else float("inf")
 
 
 def _gradients(forward: Forward, inputs: PeerInputs) -> list[Tensor]:
@@ -163,7 +163,7 @@ def check_correct(names: list[str]) -> dict[str, float]:
     """
     inputs = make_inputs(RuleShape(1, 200, 2, 32, 48), seed=3)
     exact = {name: x.double() for name, x in inputs.items()}
-    wanted = _gradients(lambda x: recurrent_momentum_delta_rule(**x)[0], exact)
+    expected = _gradients(lambda x: recurrent_momentum_delta_rule(**x)[0], exact)
     errors: dict[str, float] = {}
     for name in names:
         if name in (ATTENTION, FLA):  # another function; bfloat16
@@ -175,7 +175,7 @@ def check_correct(names: list[str]) -> dict[str, float]:
         else:
             found = _gradients(FORWARDS[name], inputs)
             output_bar, bar = (2e-6, 1e-5) if name in (OURS, NATIVE) else (1e-3, 1e-3)
-            every = [relative_error(x, y) for x, y in zip(found, wanted)]
+            every = [relative_error(x, y) for x, y in zip(found, expected)]
             errors[name] = max(every)
             bar = bar if every[0] <= output_bar else 0.0
         if not errors[name] <= bar:
