@@ -79,7 +79,9 @@ def test_explain_answers_for_every_rule(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cpu, "why_unavailable", lambda: None)
     x = torch.ones(1)
     assert explain_backend(x, rule="gated_delta_rule").startswith("auto -> cpu: ")
-    assert explain_backend(x.bfloat16(), rule="gated_delta_rule").startswith("auto -> torch: ")
+    assert explain_backend(x.bfloat16(), rule="gated_delta_rule").startswith("auto -> cpu: ")
+    assert explain_backend(x.half(), rule="gated_delta_rule").startswith("auto -> torch: ")
+    assert explain_backend(x.to("meta"), rule="gated_delta_rule").startswith("auto -> torch: ")
     assert explain_backend(x, rule="kda").startswith("auto -> torch: ")
     assert explain_backend(x, "cpu", "kda") == "cpu: not usable, the native kernel has no decay per key dimension"
     assert "not the first-order rules" in explain_backend(x, "triton", "comba")

@@ -153,14 +153,11 @@ def automatic_choice(
 
 def _why_not_by_default(backend: str, family: str, tensor: Tensor) -> str | None:
     """Why ``auto`` leaves out a backend that would work."""
-    if backend in ("triton", "cpu") and tensor.device.type != _DEVICES[backend]:
+    if tensor.is_meta or (backend in ("triton", "cpu") and tensor.device.type != _DEVICES[backend]):
         return f"{backend} was made for {_DEVICES[backend]} tensors"
-    if backend == "cpu" and family == "scalar decay":
-        if tensor.dtype != torch.float32:
-            return "the torch form is faster for a first-order rule that is not float32"
-        # A compiler can look into the torch form and not into the kernel, which would end its graph.
-        if torch.compiler.is_compiling():
-            return "a compiler can fuse the torch form"
+    # A compiler can look into the torch form and not into the kernel, which would end its graph.
+    if backend == "cpu" and family == "scalar decay" and torch.compiler.is_compiling():
+        return "a compiler can fuse the torch form"
     return None
 
 

@@ -119,7 +119,7 @@ def test_a_step_runs_on_the_backend_that_was_requested(rule: str, monkeypatch: p
 
     monkeypatch.setattr("mdn.ops.cpu.prepared_first_order_step", kernel)
     step(rule)(**token(rule), state=slots(2), backend="torch")
-    with pytest.raises(ValueError, match="backend='fla' cannot be used here: FLA has no step"):
+    with pytest.raises(ValueError, match=r"backend='fla' cannot be used here: .* not for decode steps"):
         step(rule)(**token(rule), state=slots(2), backend="fla")
     with pytest.raises(ValueError, match="triton"):
         step(rule)(**token(rule), state=slots(2), backend="triton")

@@ -81,11 +81,11 @@ class Rule:
         check_hints(hints)
         inputs.check_chunk_size(chunk_size)
         scale = self.check(tensors, shared.scale)
+        refuse_transforms(f"chunk_{self.name}", f"recurrent_{self.name}", (*tensors, shared.initial_state))
         inputs.check_gate_values(tensors, self.arguments)
         chosen = self.backend_for(tensors, backend)
         if chosen == "fla":
             return self._call_fla(tensors, shared, hints)
-        refuse_transforms(f"chunk_{self.name}", f"recurrent_{self.name}", (*tensors, shared.initial_state))
         initial, boundaries = self._initial_state(tensors, shared)
         options = RuleOptions(scale, chunk_size, shared.use_qk_l2norm_in_kernel, self.p_times_alpha)
 
@@ -131,11 +131,11 @@ class Rule:
             inputs.check_gate_values(tensors, self.arguments)
         return run(tensors, state, slots)
 
-    def backend_for(self, tensors: FirstOrderTensors, backend: str) -> str:
+    def backend_for(self, tensors: FirstOrderTensors, backend: str, decode: bool = False) -> str:
         """``torch``, ``cpu`` or ``fla``; raises if the requested backend cannot run."""
         # The tensor of the highest precision decides: the native kernel does not compute in float64.
         widest = next((x for x in tensors[:3] if x.dtype == torch.float64), tensors.q)
-        chosen = resolve(backend, widest, self.name)
+        chosen = resolve(backend, widest, self.name, decode=decode)
         return "torch" if tensors.q.is_meta else chosen  # meta tensors have shapes only, which torch knows
 
     # ------------------------------------------------------------------------------------------------------- the parts
@@ -176,10 +176,7 @@ class Rule:
         factor = self.check(tensors, scale, rank=3)
         inputs.check_step_state(state, tensors, has_slots=state_indices is not None)
         slots = _slots(state_indices, state, tensors.v, read=False)
-        name, request = requested_backend(backend)
-        if name == "fla":
-            raise ValueError(f"{request} cannot be used here: FLA has no step that updates a state in place; use auto")
-        if self.backend_for(tensors, backend) == "cpu":
+        if self.backend_for(tensors, backend, decode=True) == "cpu":
             options = RuleOptions(factor, 1, normalise, self.p_times_alpha)
             return native_step(tensors, state, slots, options, self.erases)
 
