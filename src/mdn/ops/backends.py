@@ -31,7 +31,7 @@ BACKENDS = ("auto", "torch", "cpu", "triton", "fla")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 _MODULES: dict[str, dict[str, str]] = {
-    "momentum": {"torch": "mdn.ops.momentum.torch_backend", "cpu": "mdn.ops.cpu", "triton": "mdn.ops.triton"},
+    "momentum": {"torch": "mdn.ops.momentum.chunk_torch", "cpu": "mdn.ops.cpu", "triton": "mdn.ops.triton"},
     "scalar decay": {"torch": "mdn.ops.first_order.chunk_scalar", "cpu": "mdn.ops.cpu", "fla": "fla.ops"},
     "vector decay": {"torch": "mdn.ops.first_order.chunk_vector", "fla": "fla.ops"},
 }

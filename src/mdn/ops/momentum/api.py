@@ -13,7 +13,7 @@ from mdn.ops import backends
 from mdn.ops.boundaries import SequenceBoundaries, num_sequences
 from mdn.ops.momentum import checks, custom_op
 from mdn.ops.momentum.interface import MomentumOutput, RuleOptions, RuleTensors, StepState, compute_dtype
-from mdn.ops.momentum.recurrent import recurrent_form
+from mdn.ops.momentum.reference import reference_form
 from mdn.ops.momentum.step import step_function
 from mdn.ops.shared_checks import check_scale, without_autocast
 
@@ -221,7 +221,7 @@ def _loop(
     checks.check_gate_values(tensors)
     options = RuleOptions(check_scale(scale, tensors.q), l2norm=l2norm, p_times_alpha=p_times_alpha)
     with without_autocast(tensors.q):
-        o, state = recurrent_form(tensors, boundaries, options, block_size)
+        o, state = reference_form(tensors, boundaries, options, block_size)
     return MomentumOutput(o, state if output_final_state else None)
 
 

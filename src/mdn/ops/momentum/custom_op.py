@@ -33,9 +33,10 @@ def forward(
         if check_gates:
             check_gate_values(tensors)
         with without_autocast(tensors.q):
-            return backend_module(backend).forward(tensors, boundaries, options, save_residual)
+            result: ForwardResult = backend_module(backend).forward(tensors, boundaries, options, save_residual)
+            return result
     refuse_forward_mode(tensors, "momentum delta rule", "recurrent_momentum_delta_rule")
-    result = momentum_delta_rule(
+    outputs = momentum_delta_rule(
         *tensors,
         boundaries.cu_seqlens if isinstance(boundaries, SequenceBoundaries) else boundaries,
         options.scale,
@@ -46,7 +47,7 @@ def forward(
         check_gates,
         backend,
     )
-    return ForwardResult(*result)
+    return ForwardResult(*outputs)
 
 
 def wants_gradients(tensors: RuleTensors) -> bool:
@@ -58,7 +59,7 @@ def is_followed(tensors: RuleTensors) -> bool:
     function transform, forward-mode derivatives, a tensor subclass, meta tensors."""
     return (
         torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None
         or tensors.q.device.type == "meta"
@@ -249,7 +250,8 @@ def momentum_delta_step(
     tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta)
     options = RuleOptions(scale, l2norm=l2norm, p_times_alpha=p_times_alpha)
     with torch.no_grad(), without_autocast(q):
-        return backend_module(backend).step_(tensors, StepState(S, M, state_indices), options)
+        o: Tensor = backend_module(backend).step_(tensors, StepState(S, M, state_indices), options)
+    return o
 
 
 @momentum_delta_step.register_fake

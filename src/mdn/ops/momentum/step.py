@@ -116,6 +116,7 @@ def _checked_step(
 
     def run(tensors: RuleTensors, state: StepState) -> Tensor:
         with torch.no_grad(), without_autocast(tensors.q):
-            return module.step_(tensors, state, options)
+            o: Tensor = module.step_(tensors, state, options)
+        return o
 
     return run

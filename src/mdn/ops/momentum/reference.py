@@ -1,0 +1,162 @@
+"""The momentum delta rule as it is defined, its blockwise variant, and the decode step: plain torch.
+
+    r_t = v_t - S_{t-1}^T p_t               prediction error                      (1)
+    M_t = mu_t M_{t-1} - eta_t k_t r_t^T    momentum
+    S_t = alpha_t S_{t-1} - beta_t M_t      fast weight
+    o_t = scale * S_t^T q_t                 read-out
+
+Differentiable by autograd, also twice and forward; float64 stays float64. Every other form is tested against this one.
+
+Blockwise momentum takes every error of a block at the state that began it, so there is no triangular system. With the
+coefficients (3) to (5) of docs/derivation.md for a block of C tokens and S0, M0 before it:
+
+    R  = V - P S0
+    O  = abar Q S0 - b Q M0 + attend R                attend = (Q K^T) * gamma_S
+    S' = abar_C S0 - b_C M0 + K^T diag(write_S) R
+    M' = mbar_C M0 - K^T diag(write_M) R
+
+Shapes: q, k, p [B, T, H, K]; v, o [B, T, HV, V]; gates [B, T, HV]; states [2, N, HV, K, V] (S, then M), N = B or the
+number of packed sequences.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.chunking import chunk_scan
+from mdn.ops.l2norm import l2norm
+from mdn.ops.momentum.chunk_math import GateRows, coefficients_of
+from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState, compute_dtype
+
+
+class Streams(NamedTuple):
+    """What the recurrence (1) sees, one head per value head: vectors normalised, q scaled, p given and decayed."""
+
+    q: Tensor  # [B, T, HV, K], as are k and p; without T for a single token
+    k: Tensor
+    v: Tensor  # [B, T, HV, V]
+    p: Tensor
+    log_alpha: Tensor  # [B, T, HV], as are all gates
+    log_mu: Tensor
+    beta: Tensor
+    eta: Tensor
+
+    @classmethod
+    def of(cls, tensors: RuleTensors, options: RuleOptions) -> Streams:
+        dtype = compute_dtype(tensors.q)
+        q, k, v = (x.to(dtype) for x in (tensors.q, tensors.k, tensors.v))
+        gates = (tensors.log_alpha, tensors.log_mu, tensors.beta, tensors.eta)
+        log_alpha, log_mu, beta, eta = (x.to(dtype) for x in gates)
+        p = None if tensors.p is None else tensors.p.to(dtype)
+        if options.l2norm:
+            q, k, p = l2norm(q), l2norm(k), None if p is None else l2norm(p)
+        p = k if p is None else p
+        groups = v.shape[-2] // q.shape[-2]
+        if groups > 1:
+            q, k, p = (x.repeat_interleave(groups, dim=-2) for x in (q, k, p))
+        if options.p_times_alpha:
+            p = p * log_alpha.exp().unsqueeze(-1)
+        return cls(q * options.scale, k, v, p, log_alpha, log_mu, beta, eta)
+
+
+def reference_form(
+    tensors: RuleTensors, boundaries: SequenceBoundaries | None, options: RuleOptions, block_size: int = 1
+) -> tuple[Tensor, Tensor]:
+    """o and the final states of all sequences; ``block_size > 1`` is the blockwise variant."""
+    streams, state = Streams.of(tensors, options), _initial_state(tensors, boundaries)
+    if boundaries is None:
+        o, state = _one_sequence(streams, state, block_size)
+        return o.to(tensors.v.dtype), state
+    outputs, states = [], []
+    for n, (start, end) in enumerate(pairwise(boundaries.offsets)):
+        of_sequence = Streams(*(x[:, start:end] for x in streams))
+        o, final = _one_sequence(of_sequence, state[:, n : n + 1], block_size)
+        outputs.append(o)
+        states.append(final)
+    return torch.cat(outputs, dim=1).to(tensors.v.dtype), torch.cat(states, dim=1)
+
+
+def _initial_state(tensors: RuleTensors, boundaries: SequenceBoundaries | None) -> Tensor:
+    q, v, dtype = tensors.q, tensors.v, compute_dtype(tensors.q)
+    if tensors.initial_state is not None:
+        return tensors.initial_state.to(dtype)
+    sequences = v.shape[0] if boundaries is None else boundaries.num_sequences
+    return v.new_zeros(2, sequences, v.shape[-2], q.shape[-1], v.shape[-1], dtype=dtype)
+
+
+def _one_sequence(streams: Streams, state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Rows side by side: o [B, T, HV, V] and the final state [2, B, HV, K, V]."""
+    return _token_by_token(streams, state) if block_size == 1 else _block_by_block(streams, state, block_size)
+
+
+def _token_by_token(streams: Streams, state: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v, p, log_alpha, log_mu, beta, eta = streams
+    alpha, mu = log_alpha.exp(), log_mu.exp()
+    S, M = state.unbind(0)
+    outputs = []
+    for t in range(q.shape[1]):
+        r = v[:, t] - torch.einsum("bhk,bhkv->bhv", p[:, t], S)
+        write = torch.einsum("bhk,bhv->bhkv", eta[:, t, :, None] * k[:, t], r)
+        M = mu[:, t, :, None, None] * M - write
+        S = alpha[:, t, :, None, None] * S - beta[:, t, :, None, None] * M
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+    o = torch.stack(outputs, dim=1) if outputs else torch.empty_like(v)
+    return o, torch.stack([S, M])
+
+
+def _block_by_block(streams: Streams, state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    batch, time, heads = streams.q.shape[:3]
+    size = max(1, min(block_size, time))
+    q, k, v, p, *gates = (_cut(x, size) for x in streams)  # [blocks, B HV, C, ...]
+    coefficients = coefficients_of(GateRows(*(x.flatten(0, 1) for x in gates)))
+    in_blocks = (coefficients.decay_alpha, coefficients.gamma_M, coefficients.gamma_S)
+    decay_alpha, gamma_M, gamma_S = (x.unflatten(0, k.shape[:2]) for x in in_blocks)  # [blocks, B HV, C+1, C+1]
+    attend = q @ k.mT * gamma_S[..., 1:, 1:]
+    read_S, read_M = decay_alpha[..., 1:, :1] * q, gamma_S[..., 1:, :1] * q
+    write_S, write_M = gamma_S[..., -1, 1:, None] * k, gamma_M[..., -1, 1:, None] * k
+    abar_C, b_C, mbar_C = (x[..., -1:, :1] for x in (decay_alpha, gamma_S, gamma_M))
+
+    S, M = state.flatten(1, 2).unbind(0)
+    outputs = []
+    for n in range(len(k)):
+        residual = v[n] - p[n] @ S
+        outputs.append(read_S[n] @ S - read_M[n] @ M + attend[n] @ residual)
+        S = abar_C[n] * S - b_C[n] * M + write_S[n].mT @ residual
+        M = mbar_C[n] * M - write_M[n].mT @ residual
+    final_state = torch.stack([S, M]).unflatten(1, (batch, heads))
+    if not outputs:
+        return torch.empty_like(streams.v), final_state
+    o = torch.stack(outputs).transpose(1, 2).flatten(0, 1)[:time]  # [T, B HV, V]
+    return o.unflatten(1, (batch, heads)).transpose(0, 1), final_state
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    """[B, T, HV, ...] to [blocks, B HV, C, ...]: the chunker's order with rows and heads as one."""
+    chunks = chunk_scan(x, None, size).split(x)  # [blocks * B, HV, C, ...]
+    return chunks.reshape(-1, x.shape[0] * x.shape[2], *chunks.shape[2:])
+
+
+def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tensor:
+    """One token, q [B, H, K], with S and M [slots, HV, K, V] updated in place: a functional step would allocate and
+    fault in both states for every token."""
+    q, k, v, p, log_alpha, log_mu, beta, eta = Streams.of(tensors, options)
+    alpha, mu = log_alpha.exp(), log_mu.exp()
+    S, M, state_indices = state
+    if state_indices is not None:
+        S, M = S.index_select(0, state_indices), M.index_select(0, state_indices)
+
+    r = v - torch.matmul(p.unsqueeze(-2), S).squeeze(-2)
+    write = eta.unsqueeze(-1) * k
+    M.mul_(mu[..., None, None]).addcmul_(write.unsqueeze(-1), r.unsqueeze(-2), value=-1)
+    S.mul_(alpha[..., None, None]).addcmul_(M, beta[..., None, None], value=-1)
+    o = torch.matmul(q.unsqueeze(-2), S).squeeze(-2)
+
+    if state_indices is not None:
+        state.S.index_copy_(0, state_indices, S)
+        state.M.index_copy_(0, state_indices, M)
+    return o.to(tensors.v.dtype)
