@@ -107,7 +107,7 @@ def requested_backend(backend: str) -> tuple[str, str]:
     if backend != "auto":
         _check_name("backend", backend)
         return backend, f"backend={backend!r}"
-    name = _environment()
+    name = environment_backend()
     _check_name("MDN_BACKEND", name)
     return name, f"MDN_BACKEND={name!r}"
 
@@ -118,7 +118,8 @@ def _check_name(argument: str, name: str) -> None:
         raise ValueError(f"{argument} must be one of {', '.join(known)}, got {name!r}")
 
 
-def _environment() -> str:
+def environment_backend() -> str:
+    """What replaces ``auto``; it is read at every call."""
     return os.environ.get("MDN_BACKEND") or "auto"
 
 
@@ -198,7 +199,7 @@ def _why_not(backend: str, device: str, dtype: torch.dtype) -> str | None:
 
 # Facts about this machine: a compiler need not trace the search for libraries. This is what
 # torch.compiler.assume_constant_result does; calling it here would import the compiler, and Triton with it.
-_environment._dynamo_marked_constant = True  # type: ignore[attr-defined]
+environment_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -60,13 +60,16 @@ def _check_dtypes_and_devices(tensors: RuleTensors) -> None:
 
 def state_pair(name: str, state: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     """S and M of a stacked state or of the pair itself."""
-    if not isinstance(state, Tensor | tuple | list) or len(state) != 2:
+    if isinstance(state, Tensor) and len(state) == 2:
+        return state[0], state[1]
+    if not isinstance(state, (tuple, list)) or len(state) != 2:
         given = f"shape {list(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
         raise ValueError(f"{name} must be a tensor [2, slots, HV, K, V] or the pair (S, M), got {given}")
-    for letter, x in zip("SM", state):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a pair of tensors (S, M), but {letter} is {type(x).__name__}")
-    return state[0], state[1]
+    S, M = state
+    if not isinstance(S, Tensor) or not isinstance(M, Tensor):
+        letter, given = ("M", M) if isinstance(S, Tensor) else ("S", S)
+        raise ValueError(f"{name} must be a pair of tensors (S, M), but {letter} is {type(given).__name__}")
+    return S, M
 
 
 def stacked_state(initial_state: Tensor | tuple[Tensor, Tensor] | None) -> Tensor | None:
@@ -119,12 +122,6 @@ def check_boundaries(cu_seqlens: Tensor | SequenceBoundaries | None, q: Tensor) 
 def check_chunk_size(chunk_size: int) -> None:
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or not 1 <= chunk_size <= 256:
         raise ValueError(f"chunk_size must be an integer from 1 to 256, got {chunk_size!r}")
-
-
-def check_two_states(S: Tensor, M: Tensor) -> None:
-    """S and M must not be the same memory. (Addresses change from step to step: checked at every one.)"""
-    if not torch.compiler.is_compiling() and S.data_ptr() == M.data_ptr() != 0:
-        raise ValueError("S and M of the state must be different memory to be updated in place, got the same twice")
 
 
 def check_step_state(state: StepState, tensors: RuleTensors) -> None:

@@ -49,10 +49,10 @@ def momentum_delta_step(
     Returns:
         ``o [B, HV, V]``.
     """
-    beta, eta = checks.ones_if_none(beta, v), checks.ones_if_none(eta, v)
+    beta = checks.ones_if_none(beta, v) if beta is None else beta
+    eta = checks.ones_if_none(eta, v) if eta is None else eta
     tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta)
     S, M = checks.state_pair("state", state)
-    checks.check_two_states(S, M)
     if state_indices is not None:
         state_indices = check_state_indices(state_indices, S, len(v), read=check_gates)
     slots = StepState(S, M, state_indices)
@@ -82,12 +82,18 @@ def prepared_once(settings: Hashable, tensors: Iterable[Tensor | None], prepare:
 def step_function(
     tensors: RuleTensors, state: StepState, scale: float | None, l2norm: bool, p_times_alpha: bool, backend: str
 ) -> StepFunction:
-    """The step for tensors like these, checked."""
+    """The step for tensors like these, checked. (A kind of step that was seen before keeps its backend, also if
+    MDN_BACKEND changes.)"""
     if torch.compiler.is_compiling():
         return _checked_step(tensors, state, scale, l2norm, p_times_alpha, backend)
-    settings = ("momentum", scale, l2norm, p_times_alpha, backends.requested_backend(backend))
-    given = (*tensors, *state)
-    return prepared_once(settings, given, lambda: _checked_step(tensors, state, scale, l2norm, p_times_alpha, backend))
+    run = prepared_once(
+        ("momentum", scale, l2norm, p_times_alpha, backend),
+        (*tensors, *state),
+        lambda: _checked_step(tensors, state, scale, l2norm, p_times_alpha, backend),
+    )
+    if state.S.data_ptr() == state.M.data_ptr() != 0:  # an address is no part of the signature
+        raise ValueError("S and M of the state must be different memory to be updated in place, got the same twice")
+    return run
 
 
 def _signature(x: Tensor | None) -> tuple[Any, ...] | None:
