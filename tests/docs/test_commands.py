@@ -68,7 +68,7 @@ SHORT = {
     "mdn ablate": ONE_MODEL,
     "mdn ablate --only-read": ONE_MODEL,
     "mdn ablate --rows full --seeds 1": ONE_MODEL,
-    "mdn train runs/ablate/full-exact-seed0/recipe.yaml model.mixer=gated_deltanet name=gdn "
+    "mdn train runs/ablate/full-exact-seed0/recipe.yaml model.mixer=gated_deltanet "
     "output=runs/dynamics/gated_deltanet": "training.steps=2",
     "mdn analyze spectra": "--points 50",
     "mdn analyze spectra --model runs/ablate/full-exact-seed0/model --text argparse.py": "--points 50",
