@@ -187,7 +187,7 @@ class MomentumRule(nn.Module):
             "use_p_times_alpha": self.use_p_times_alpha,
         }
         if self.block_size > 1:
-            return ops.blockwise_momentum_delta_rule(**arguments, block_size=self.block_size)
+            return ops.blockwise_momentum_delta_rule(**arguments, block_size=self.block_size, backend=self.backend)
         rule = ops.chunk_momentum_delta_rule if self.mode == "chunk" else ops.fused_recurrent_momentum_delta_rule
         # The gate map cannot leave its range, so the values need not be checked again.
         return rule(**arguments, backend=self.backend, check_gates=False)

@@ -117,12 +117,18 @@ def blockwise_momentum_delta_rule(
     use_qk_l2norm_in_kernel: bool = True,
     use_p_times_alpha: bool = True,
     block_size: int = 64,
+    *,
+    backend: str = "auto",
 ) -> MomentumOutput:
     """What the paper argues against: every error in a block is taken at the state that began the block.
 
     ``block_size=1`` is the stepwise rule. Training with larger blocks and decoding token by token is the mismatch that
-    the paper names; this op exists to measure it. Blocks are counted from the start of each sequence.
+    the paper names; this op exists to measure it. Blocks are counted from the start of each sequence. It is computed in
+    torch only: another backend is refused.
     """
+    requested, request = backends.requested_backend(backend)
+    if requested not in ("auto", "torch"):
+        raise ValueError(f"{request} cannot be used here: blockwise momentum is computed by the torch backend only")
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
     return _loop(

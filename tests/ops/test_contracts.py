@@ -1,0 +1,54 @@
+"""What the momentum rule promises beside its numbers: pairs of states, refused derivatives, gates of other dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mdn.ops import (
+    blockwise_momentum_delta_rule,
+    chunk_momentum_delta_rule,
+    fused_recurrent_momentum_delta_rule,
+    recurrent_momentum_delta_rule,
+)
+
+
+def plain_inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, 2, 8, generator=generator) for _ in range(3))
+    log_alpha, log_mu = (-torch.rand(2, 9, 2, generator=generator) for _ in range(2))
+    return {"q": q, "k": k, "v": v, "log_alpha": log_alpha, "log_mu": log_mu}
+
+
+def test_a_backend_requested_for_blocks_is_torch_or_refused() -> None:
+    blockwise_momentum_delta_rule(**plain_inputs(), backend="torch")
+    with pytest.raises(ValueError, match="backend='cpu' cannot be used here: blockwise momentum"):
+        blockwise_momentum_delta_rule(**plain_inputs(), backend="cpu")
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_the_initial_state_may_be_a_pair(backend: str) -> None:
+    state = torch.randn(2, 2, 2, 8, 8, generator=torch.Generator().manual_seed(1))
+    expected = chunk_momentum_delta_rule(**plain_inputs(), initial_state=state, backend=backend).o
+    for pair in ((state[0], state[1]), (state[0].clone(), state[1].clone())):
+        assert torch.equal(chunk_momentum_delta_rule(**plain_inputs(), initial_state=pair, backend=backend).o, expected)
+
+
+@pytest.mark.parametrize("rule", [chunk_momentum_delta_rule, fused_recurrent_momentum_delta_rule])
+def test_forward_mode_is_refused_by_the_chunk_form_and_works_for_the_recurrence(rule) -> None:
+    inputs = plain_inputs()
+    v = inputs.pop("v")
+    with pytest.raises(NotImplementedError, match="use recurrent_momentum_delta_rule"):
+        torch.func.jvp(lambda v: rule(**inputs, v=v).o, (v,), (v,))
+    o, tangent = torch.func.jvp(lambda v: recurrent_momentum_delta_rule(**inputs, v=v).o, (v,), (v,))
+    torch.testing.assert_close(tangent, o)  # linear in v
+
+
+def test_gates_and_states_in_float64_beside_float32_inputs_are_cast() -> None:
+    inputs = plain_inputs()
+    state = torch.zeros(2, 2, 2, 8, 8, dtype=torch.float64, requires_grad=True)
+    gates = {name: inputs[name].double() for name in ("log_alpha", "log_mu")}
+    o = chunk_momentum_delta_rule(**inputs | gates, initial_state=state).o
+    torch.testing.assert_close(o, chunk_momentum_delta_rule(**inputs).o)
+    o.sum().backward()
+    assert state.grad.dtype == torch.float64
