@@ -102,6 +102,7 @@ NOT_RUN = {
     ),
     "python -m mdn.analysis.figures": "writes docs/figures; compared in tests/analysis",
     "pytest tests/ops/triton": "part of this suite",
+    "python setup.py build_ext --inplace": "part of the installation",
     "tests/sanitizers/run": "minutes of compilation: `make sanitize`",
 }
 
