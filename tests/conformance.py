@@ -7,9 +7,13 @@ any computation of these inputs), and by the backend under test, through the pub
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +57,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     gate_dtype: torch.dtype | None = None
     """None: float32, or float64 for float64 vectors"""
+    key_noise: float | None = None
+    """not None: one key for all tokens, and so much of a random one"""
     chunk_size: int = 16
     seed: int = 0
 
@@ -69,6 +75,8 @@ def inputs_of(case: Case) -> Tensors:
     made = make_inputs(case.rule, **sizes, with_p=case.with_p, with_state=case.with_state, dtype=case.dtype)
     if case.rule == "momentum" and case.l2norm is False:  # keys of length 4 would make the states explode
         made |= {name: 0.2 * made[name] for name in ("q", "k", "p") if name in made}
+    if case.key_noise is not None:
+        made["k"] = made["k"][:, :1] + case.key_noise * made["k"]
     if case.gate_dtype is not None:
         made |= {name: x.to(case.gate_dtype) for name, x in made.items() if name in GATES}
     return made
@@ -244,3 +252,12 @@ def check(case: Case, backend: str, **options: Any) -> None:
     for name, x in inputs.items():
         assert actual[f"grad_{name}"].dtype == x.dtype, name
     assert_within_budgets(case, backend, actual)
+
+
+def run_suite(backend: str, *arguments: str, **environment: str) -> None:
+    """tests/ops/test_conformance.py for one backend in a process of its own, with these environment variables."""
+    suite = Path(__file__).parent / "ops" / "test_conformance.py"
+    variables = os.environ | {"MDN_TEST_BACKENDS": backend, "OMP_NUM_THREADS": "1"} | environment
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(suite)]
+    done = subprocess.run([*command, *arguments], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

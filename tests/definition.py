@@ -281,6 +281,9 @@ def momentum_gates(kind: str, draw: Draw, shape: tuple[int, ...]) -> Tensors:
             "beta": draw.scatter(gates["beta"], 0.0, share=0.2),
             "eta": draw.scatter(gates["eta"], 0.0, 2.0, share=0.1),
         }
+    if kind == "weakly damped":  # a write goes on for a hundred tokens
+        values = {"log_alpha": -0.01, "log_mu": -0.01, "beta": 1.0, "eta": 2.0}
+        return {name: constant(shape, value) for name, value in values.items()}
     if kind == "open":  # an undamped oscillator
         values = {"log_alpha": 0.0, "log_mu": 0.0, "beta": 0.5, "eta": 1.0}
         return {name: constant(shape, value) for name, value in values.items()}

@@ -13,9 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpu_cases import Inputs, make_inputs, options_for
+from definition import make_inputs
 from mdn.ops import cpu
 from mdn.ops.cpu import bindings
+from mdn.ops.momentum.interface import RuleOptions, RuleTensors
+
+OPTIONS = RuleOptions(scale=0.125)
+
+
+def inputs(B: int = 2, T: int = 150, K: int = 64, V: int = 64, seed: int = 0) -> RuleTensors:
+    return RuleTensors(**make_inputs(B=B, T=T, K=K, V=V, seed=seed), p=None)
 
 
 @pytest.fixture
@@ -38,9 +45,8 @@ def test_a_missing_library_is_explained(fresh_library: pytest.MonkeyPatch, tmp_p
     fresh_library.setenv("MDN_CPU_LIBRARY_DIR", str(tmp_path))
     assert "C++ compiler" in cpu.why_unavailable()
     assert cpu.instruction_set() is None
-    inputs = make_inputs(time=2)
     with pytest.raises(RuntimeError, match="native CPU kernel cannot be used"):
-        cpu.forward(inputs.as_tuple(), None, options_for(inputs), False)
+        cpu.forward(inputs(T=2), None, OPTIONS, False)
 
 
 def test_a_broken_library_is_explained(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -71,9 +77,8 @@ def test_a_library_built_from_other_sources_is_refused(
     assert reason is not None
     assert "built from other sources" in reason
     assert "build_ext --inplace" in reason
-    inputs = make_inputs(time=2)
     with pytest.raises(RuntimeError, match="rebuild it"):
-        cpu.forward(inputs.as_tuple(), None, options_for(inputs), False)
+        cpu.forward(inputs(T=2), None, OPTIONS, False)
 
 
 def test_importing_the_backend_loads_no_library() -> None:
@@ -82,10 +87,9 @@ def test_importing_the_backend_loads_no_library() -> None:
 
 
 def one_call(seed: int) -> torch.Tensor:
-    inputs = make_inputs(batch=2, time=150, key_dim=64, value_dim=64, seed=seed)
-    options = options_for(inputs)
-    o, state, residual = cpu.forward(inputs.as_tuple(), None, options, True)
-    gradients = cpu.backward(o, state, inputs.as_tuple(), residual, None, options)
+    given = inputs(seed=seed)
+    o, state, residual = cpu.forward(given, None, OPTIONS, True)
+    gradients = cpu.backward(o, state, given, residual, None, OPTIONS)
     return torch.cat([x.flatten() for x in (o, state, *gradients) if x is not None])
 
 
@@ -97,13 +101,12 @@ def test_several_python_threads_may_call_at_once() -> None:
         assert torch.equal(result, wanted[index % 4])
 
 
-def _child(connection, inputs: Inputs, threads: int) -> None:
+def _child(connection, given: RuleTensors, threads: int) -> None:
     """Only the kernel runs here: torch's own parallel operations would wait for threads that a child does not have."""
     if threads:
         torch.set_num_threads(threads)
-    options = options_for(inputs)
-    o, state, residual = cpu.forward(inputs.as_tuple(), None, options, True)
-    gradients = cpu.backward(o, state, inputs.as_tuple(), residual, None, options)
+    o, state, residual = cpu.forward(given, None, OPTIONS, True)
+    gradients = cpu.backward(o, state, given, residual, None, OPTIONS)
     connection.send([gradient.flatten()[:50].tolist() for gradient in gradients if gradient is not None])
 
 
@@ -112,13 +115,13 @@ def test_a_forked_child_can_call_after_the_parent_did(threads: int) -> None:
     """As in a DataLoader worker, which sets one thread, and in a child that keeps all of them."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    inputs = make_inputs(batch=2, time=150, key_dim=64, value_dim=64)
+    given = inputs()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     here, there = context.Pipe(duplex=False)
     try:
-        _child(there, inputs, 0)
-        child = context.Process(target=_child, args=(sender, inputs, threads))
+        _child(there, given, 0)
+        child = context.Process(target=_child, args=(sender, given, threads))
         child.start()
         answered = receiver.poll(60)
         if not answered:
