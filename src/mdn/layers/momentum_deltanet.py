@@ -157,11 +157,6 @@ class MomentumRule(nn.Module):
             raise ValueError(f"mode (attn_mode in a config) must be one of {MODES}, got {mode!r}")
         if block_size < 1:
             raise ValueError(f"momentum_block_size must be at least 1, got {block_size}")
-        if block_size > 1 and backend not in ("auto", "torch"):
-            raise ValueError(
-                f"backend must be 'auto' or 'torch' with momentum_block_size={block_size}, got {backend!r}: "
-                "blockwise momentum runs in torch only"
-            )
         self.mode, self.block_size, self.use_p_times_alpha, self.backend = mode, block_size, use_p_times_alpha, backend
 
     def forward(
