@@ -40,7 +40,7 @@ def test_threads_are_the_cores_that_other_programs_leave_free(
     assert torch.get_num_threads() == expected
     assert (told is None) == (expected == 4)
     if told is not None:
-        assert f"other programs use {others:.1f} of 4 cores: training goes on with {expected} thread" in told
+        assert f"other programs use {others:.1f} of 4 cores: training continues with {expected} thread" in told
 
 
 def test_threads_come_back_when_the_others_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_alone(whole
     copy = _stopped_copy(whole, tmp_path)
     for name in ("checkpoint-9", "checkpoint-12"):
         _flip_a_bit(copy / name / "model.safetensors")
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: .*checkpoint-12 is damaged.*checkpoint-9 is"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is intact: .*checkpoint-12 is damaged.*checkpoint-9 is"):
         train(_copy_recipe(whole, tmp_path))
     assert (copy / "checkpoint-12").is_dir()
 

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks", type=names, default=[], help="any tasks, groups or tags of lm-evaluation-harness, with commas"
     )
     parser.add_argument("--data", type=Path, action="append", metavar="DIR", help="local files, no Hub (repeatable)")
-    parser.add_argument("--skip-missing", action="store_true", help="leave out tasks whose data is not at hand")
+    parser.add_argument("--skip-missing", action="store_true", help="leave out tasks whose data is missing")
     parser.add_argument("--limit", type=positive_int, help="only the first N examples of every task")
     parser.add_argument("--batch-size", type=positive_int, default=8, help="changes no score (8)")
     parser.add_argument("--max-length", type=positive_int, help="tokens of input and output (default: the suite's)")
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=seed, default=0, help="of the harness (0)")
     add_loading_arguments(parser)
     parser.add_argument(
-        "--out", type=output_directory, default=Path("runs/eval"), help="result files; what is there is kept"
+        "--out", type=output_directory, default=Path("runs/eval"), help="result files; existing ones are reused"
     )
     add_output_arguments(parser, plot=False)
     parser.add_argument("--markdown", metavar="FILE", type=output_file, help="write the table as Markdown")

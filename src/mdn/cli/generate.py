@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=seed, default=0, help="of the sampling (0)")
     parser.add_argument("--prefill-chunk", type=positive_int, help="read a long prompt in pieces of this many tokens")
     parser.add_argument("--no-start-token", action="store_true", help="do not put the start-of-text token first")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-text token")
     add_loading_arguments(parser)
     add_output_arguments(parser, plot=False)
 

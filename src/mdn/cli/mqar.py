@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a recipe file, or the name of a packaged one: quick, rewrite, paper")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
     parser.add_argument(
-        "--out", type=output_directory, help="where results go; finished cells there are kept (runs/<name>)"
+        "--out", type=output_directory, help="where results go; finished cells there are reused (runs/<name>)"
     )
     parser.add_argument("--processes", type=positive_int, help="cells at the same time, one thread each (one per core)")
     parser.add_argument("--save-models", action="store_true", help="keep the trained models of the cells that run")

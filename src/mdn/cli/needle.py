@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mixers", type=names, default="momentum_deltanet", help="tiny models to train, with commas")
     parser.add_argument("--haystack", choices=["noise", "documentation"], default="noise", help="the text (noise)")
-    parser.add_argument("--keys", type=positive_int, default=4, help="needles in a text, one of them asked for (4)")
+    parser.add_argument("--keys", type=positive_int, default=4, help="needles in a text, one of them queried (4)")
     parser.add_argument(
         "--lengths", type=whole_numbers, default="128,256,512,1024", help="tokens of the test texts, with commas"
     )

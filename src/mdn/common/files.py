@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writes, one writer at a time, and JSON and YAML read with care."""
+"""Files that are complete or absent: atomic writes, one writer at a time, and JSON and YAML read with care."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _refuse_bombs(content: Any, where: str) -> None:
-    """A few aliases of aliases stand for billions of entries: refuse them before anything walks through the content."""
+    """A few aliases of aliases expand to billions of entries: refuse them before anything walks through the content."""
     sizes: dict[int, int] = {}
 
     def size(value: Any, level: int) -> int:

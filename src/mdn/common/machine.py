@@ -86,6 +86,6 @@ class Threads:
             return None
         torch.set_num_threads(threads)
         return (
-            f"other programs use {others:.1f} of {cores} cores: training goes on with {threads} "
+            f"other programs use {others:.1f} of {cores} cores: training continues with {threads} "
             f"thread{'s' if threads > 1 else ''} (training.threads or OMP_NUM_THREADS fix the number)"
         )

@@ -1,4 +1,4 @@
-"""Run tasks through lm-evaluation-harness, one result file per model and task, going on from what is done.
+"""Run tasks through lm-evaluation-harness, one result file per model and task; finished ones are reused.
 
     OUT/<model>-<hash>/<task>-<settings>.json       finished
     OUT/<model>-<hash>/<task>-<settings>.partial*   answers so far; removed when the task is finished

@@ -44,7 +44,7 @@ KNOWN_FILES: dict[str, tuple[FileForm, ...]] = {
 
 
 class MissingData(ValueError):
-    """The data of a task is not at hand; the text says what was looked for."""
+    """The data of a task is missing; the text says what was looked for."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""RULER's needle tasks on another text than the essays on the Hub, and without making samples that are not wanted."""
+"""RULER's needle tasks on another text than the essays on the Hub, and without making samples that are not needed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def adapted_ruler(text: str | None, limit: int | None) -> Iterator[None]:
         return words if words and type_haystack == "essay" else original["get_haystack"](type_haystack)
 
     def samples(*args: Any, **options: Any) -> Any:
-        wanted = options["num_samples"] if limit is None else min(limit, options["num_samples"])
-        return original["generate_samples"](*args, **{**options, "num_samples": wanted})
+        needed = options["num_samples"] if limit is None else min(limit, options["num_samples"])
+        return original["generate_samples"](*args, **{**options, "num_samples": needed})
 
     prepare.get_haystack, prepare.generate_samples = haystack, samples
     prepare.cached_sent_tokenize = sentences if words else original["cached_sent_tokenize"]

@@ -44,7 +44,7 @@ def refuse_missing_files(works: list[Work], data: tuple[Path, ...]) -> None:
 
 def _refuse(missing: list[str]) -> None:
     if missing:
-        raise MissingData(f"data not at hand (--skip-missing leaves these tasks out): {'; '.join(missing)}")
+        raise MissingData(f"missing data (--skip-missing leaves these tasks out): {'; '.join(missing)}")
 
 
 def run_works(

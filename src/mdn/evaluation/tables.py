@@ -81,7 +81,7 @@ def columns_of_tasks(works: list[Work], results: dict[str, Results]) -> Suite:
 
 
 def as_text(table: SuiteTable) -> str:
-    """Aligned columns; a group's name stands above its first column."""
+    """Aligned columns; a group's name is above its first column."""
     starts = [
         group if index == 0 or group != table.groups[index - 1] else "" for index, group in enumerate(table.groups)
     ]

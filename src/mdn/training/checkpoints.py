@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are complete or absent.
 
 A checkpoint is written below `.saving/`, gets a COMPLETE marker that lists its files with their SHA-256 and what made
-it, and is then renamed to `checkpoint-<step>`. A kill at any moment leaves either the whole directory or something
+it, and is then renamed to `checkpoint-<step>`. A kill at any moment leaves either the complete directory or something
 below `.saving/`, which the next start removes. So a `checkpoint-*` that does not fit its marker was damaged later or
-comes from elsewhere: the newest whole one is used instead, and the damaged one is named and set aside.
+comes from elsewhere: the newest intact one is used instead, and the damaged one is named and set aside.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def publish(staged: Path, run_dir: Path, step: int, facts: Mapping[str, Any]) ->
     marker = {"format": FORMAT, "step": step, **facts, "files": files}
     write_atomically(staged / MARKER, json.dumps(marker, indent=1, default=str).encode())
     target = run_dir / f"{PREFIX}{step}"
-    if target.exists():  # the same step was saved before; that one is whole, and stays until this one can replace it
+    if target.exists():  # the same step was saved before; that one is intact, and stays until this one can replace it
         remove(target)
     os.replace(staged, target)
     sync_directory(run_dir)
@@ -94,7 +94,7 @@ def all_paths(run_dir: Path) -> list[Path]:
 
 
 def latest(run_dir: Path, identity: Mapping[str, Any]) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """The newest whole checkpoint of this recipe (None in a new run), and the damaged ones after it with their reasons.
+    """The newest intact checkpoint of this recipe (None in a new run), and the damaged ones after it with reasons.
 
     Older checkpoints are not looked at: nothing depends on them.
     """
@@ -109,7 +109,7 @@ def latest(run_dir: Path, identity: Mapping[str, Any]) -> tuple[Checkpoint | Non
         return checkpoint, damaged
     if damaged:
         raise ValueError(
-            f"no checkpoint in {run_dir} is whole: {'; '.join(damaged.values())}; move them out of the run's "
+            f"no checkpoint in {run_dir} is intact: {'; '.join(damaged.values())}; move them out of the run's "
             "directory to start anew, or give another `output`"
         )
     return None, {}

@@ -1,6 +1,6 @@
 """Where documents come from, and which of them are held out.
 
-A corpus is the Python standard library, local files, or a dataset on the Hub. It gives its documents in a fixed order
+A corpus is the Python standard library, local files, or a dataset on the Hub. It yields its documents in a fixed order
 (`documents(start)`), a fingerprint of its content, and its size where known. A document is a string; empty ones are
 passed on, so that `start` counts what the source counts. `split_documents` adds the side of the split.
 """
@@ -105,7 +105,7 @@ class HubCorpus:
         self.memory = cache_dir / "hub-revisions.json"
 
     def fingerprint(self) -> str:
-        """The commit of the dataset stands for its content; the last one seen is used when the Hub is out of reach."""
+        """The commit of the dataset identifies its content; the last one seen is used when the Hub is unreachable."""
         s = self.settings
         return hashlib.sha256(repr((s.dataset, s.subset, s.split, self._commit(), s.text_field)).encode()).hexdigest()
 

@@ -1,6 +1,6 @@
 """The token streams of a recipe, and packed training sequences.
 
-Documents stand end to end and are cut into rows of T tokens, in an order fixed by the seed.
+Documents are concatenated and cut into rows of T tokens, in an order fixed by the seed.
 
 The stream of a split is  end d1 d1 d1 end d2 d2 end ...  The end-of-text id is the last target of a document and the
 first input of the next, so a document's first token is predicted from `end` alone. With `reset_at_documents` a pack
@@ -75,7 +75,7 @@ def held_out_stream(cache: TokenCache, max_bytes: int | None) -> TokenStream:
 
 
 class PackedSequences(Dataset):
-    """Row i of the whole run: epoch and place follow from i alone. `length` rows in total."""
+    """Row i of the run: epoch and position follow from i alone. `length` rows in total."""
 
     def __init__(self, stream: TokenStream, sequence_length: int, length: int, seed: int) -> None:
         self.stream = stream

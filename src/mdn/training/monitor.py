@@ -28,7 +28,7 @@ from mdn.common.files import write_atomically
 
 
 class MetricsLog:
-    """Appends lines; `resume_at(step)` first drops what came after the checkpoint that training goes on from."""
+    """Appends lines; `resume_at(step)` first drops what was written after the checkpoint that training resumes from."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; the last one may have been cut by a kill and is then left out."""
+    """All complete lines; the last one is left out if a kill has cut it."""
     if not path.is_file():
         return []
     lines = []

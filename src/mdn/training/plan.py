@@ -63,7 +63,7 @@ def vocabulary(settings: TokenizerSettings) -> int:
 
 
 def launch_line(recipe_name: str, overrides: list[str], nodes: int, devices: int) -> str:
-    """The command to give on every node; one device on one node needs no launcher."""
+    """The command to run on every node; one device on one node needs no launcher."""
     arguments = " ".join(["train", recipe_name, *overrides])
     if nodes * devices == 1:
         return f"mdn {arguments}"

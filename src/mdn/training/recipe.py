@@ -38,7 +38,7 @@ class DataSettings(Block):
     source: str = Field(
         "stdlib", description="stdlib (Python's own sources), files, hub, or the name of a plugin's corpus"
     )
-    options: dict[str, Any] = Field({}, description="settings of a plugin's corpus, handed to it as they are")
+    options: dict[str, Any] = Field({}, description="settings of a plugin's corpus, passed to it unchanged")
     paths: tuple[str, ...] = Field((), description="files or folders (.txt, .jsonl, .parquet) when source is files")
     dataset: str | None = Field(None, description="owner/name on the Hub when source is hub")
     subset: str | None = Field(None, description="configuration name of the Hub dataset")
@@ -188,7 +188,7 @@ class SampleSettings(Block):
 
 
 class Recipe(Block):
-    """A whole training run."""
+    """A training run."""
 
     name: str = Field(min_length=1, description="names the run and its directory")
     description: str = Field("", description="one line for the model card")
@@ -282,7 +282,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _plugin_beside(plugin: str, folder: Path) -> str:
-    """A .py file beside the recipe as a whole path, so that the run's own recipe.yaml finds it again."""
+    """A .py file beside the recipe as an absolute path, so that the run's own recipe.yaml finds it."""
     beside = folder / plugin
     return str(beside.resolve()) if plugin.endswith(".py") and beside.is_file() else plugin
 

@@ -195,7 +195,7 @@ def _finish(
 ) -> dict[str, Any]:
     """Evaluate and save the model, then add what is nice to have. The summary comes last: with it the run is finished.
 
-    The model is in its place before anything that needs much memory or another library: a failure there is a note.
+    The model is in its place before anything that needs much memory or another library: a failure there becomes a note.
     """
     held_out = flow.evaluate()
     staged = run_dir / checkpoints.STAGING / "model"
@@ -234,7 +234,7 @@ def _publish_model(staged: Path, run_dir: Path) -> Path:
 
 @contextmanager
 def _optional(what: str, notes: list[str]) -> Iterator[None]:
-    """A finished training is not lost because something after it fails; the failure is told at the end."""
+    """A finished training is not lost because something after it fails; the failure is reported at the end."""
     try:
         yield
     except Exception as error:
@@ -276,11 +276,11 @@ class RunFlow(TrainerCallback):
         self.trainer.follow_schedule()
         settings = self.recipe.training
         if self.writes:
-            # A run without a checkpoint starts its log anew: what stands at step 0 is measured again below.
+            # A run without a checkpoint starts its log anew: step 0 is measured again below.
             self.metrics.resume_at(state.global_step or -1)
         self.bar = ProgressBar(settings.total_steps, state.global_step, settings.batch_tokens, self.writes)
-        wanted = self.writes and self.recipe.logging.tensorboard
-        self.board = TensorBoard(self.run_dir / "tensorboard", state.global_step + 1, wanted)
+        enabled = self.writes and self.recipe.logging.tensorboard
+        self.board = TensorBoard(self.run_dir / "tensorboard", state.global_step + 1, enabled)
         self._adapt_threads(now=True)
         if self._due(self.recipe.logging.gates_every, state.global_step) and state.global_step == 0:
             self._write_gates(0)

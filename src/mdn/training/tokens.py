@@ -1,12 +1,12 @@
 """Tokenise once: a memory-mapped cache of token ids, keyed by the corpus' content and the tokenizer.
 
     <cache>/<key>/shard-00000.bin    ids of consecutive documents, each followed by the end-of-text id (uint16, uint32)
-    <cache>/<key>/shard-00000.json   the number of source documents it stands for, and the SHA-256 of its other files
+    <cache>/<key>/shard-00000.json   the number of source documents in it, and the SHA-256 of its other files
     <cache>/<key>/shard-00000.npy    one row per document: start, tokens, bytes, digest, held_out; written last
-    <cache>/<key>/index.json         the shards and all SHA-256; with it the cache is whole, without it work continues
+    <cache>/<key>/index.json         the shards and all SHA-256; written last, when the cache is complete
 
-A shard is whole when its .npy is there, so a killed preparation resumes after its last whole shard. Which documents are
-held out depends on their content alone, so that copies of one text cannot be on both sides.
+A shard is complete when its .npy exists, so a killed preparation resumes after its last complete shard. Which documents
+are held out depends on their content alone, so that copies of one text cannot be on both sides.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def cache_key(corpus: str, tokenizer: Path) -> str:
 
 
 class TokenCache:
-    """A whole cache, memory-mapped: `documents` (all, in order) and `read(document, begin, end)`.
+    """A complete cache, memory-mapped: `documents` (all, in order) and `read(document, begin, end)`.
 
     Everything is checked against the SHA-256 in the index: the tables here, the ids of a shard when it is first read.
     """
@@ -135,9 +135,9 @@ def _digest(index: dict[str, Any]) -> str:
 
 
 def prepare_tokens(corpus: Corpus, key: str, settings: DataSettings, tokenizer: Path, cache_dir: Path) -> TokenCache:
-    """The token cache of this corpus and tokenizer; made now if it is not whole yet, by one process at a time.
+    """The token cache of this corpus and tokenizer; completed now if necessary, by one process at a time.
 
-    `key` is the corpus' `corpus_key`. A whole cache is only read, so it may lie where nobody can write.
+    `key` is the corpus' `corpus_key`. A complete cache is only read, so it may be on a read-only disk.
     """
     directory = cache_dir / f"tokens-{cache_key(key, tokenizer)}"
     if not (directory / "index.json").is_file():
@@ -187,7 +187,7 @@ def _workers(corpus: Corpus, settings: DataSettings) -> int:
 
 
 def _whole_shards(directory: Path) -> list[str]:
-    """Names of the unbroken run of whole shards from number 0 on."""
+    """Names of the complete shards, from number 0 up to the first gap."""
     names: list[str] = []
     while (directory / f"shard-{len(names):05d}.npy").is_file():
         names.append(f"shard-{len(names):05d}")
@@ -197,7 +197,7 @@ def _whole_shards(directory: Path) -> list[str]:
 def _batches(
     documents: Iterator[Document], shard_bytes: int, max_bytes: int | None, done: int
 ) -> Iterator[tuple[list[Document], int]]:
-    """Groups of consecutive documents, each with the number of source documents it stands for (empty ones count)."""
+    """Groups of consecutive documents, each with the number of source documents it covers (empty ones count)."""
     batch: list[Document] = []
     size = consumed = 0
     for document in documents:
@@ -266,7 +266,7 @@ def _start_process(tokenizer: Path) -> None:
 
 
 def _encode_shard(directory: Path, name: str, batch: list[Document], consumed: int) -> int:
-    """Write one shard: ids, then how many source documents it consumed, then the table that makes it whole."""
+    """Write one shard: ids, then how many source documents it consumed, then the table that completes it."""
     assert _encoder is not None
     end = np.array([_encoder.end_id], dtype=_encoder.dtype)
     encoded = _encoder.encode([document.text for document in batch])

@@ -1,6 +1,6 @@
-"""The Hugging Face Trainer, completed: whole checkpoints, a NaN guard, agreed stops, decay groups that hold.
+"""The Hugging Face Trainer with atomic checkpoints, a NaN guard, coordinated stopping and reliable decay groups.
 
-The engine's loop is untouched. What is added hangs on five of its methods: the sampler (rows in the order of the run),
+The engine's loop is unchanged. The additions override five of its methods: the sampler (rows in the order of the run),
 training_step (the loss of every step), _get_grad_norm (the guard), _save_checkpoint (written aside, then published) and
 get_decay_parameter_names (collected before any wrapping).
 """
@@ -115,7 +115,7 @@ class StopRequested(BaseException):
 
 
 class StopSignal:
-    """Remembers that a stop was asked for. While `deferred`, it only remembers; else it raises StopRequested."""
+    """Remembers that a stop was requested. While `deferred` it only remembers; otherwise it raises StopRequested."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -127,7 +127,7 @@ class StopSignal:
         if not self._deferred:
             raise StopRequested(signal.Signals(number).name)
         if again and number == signal.SIGINT:
-            raise KeyboardInterrupt  # a second Ctrl-C means now; the last checkpoint on disk stays whole
+            raise KeyboardInterrupt  # a second Ctrl-C means now; the last checkpoint on disk stays intact
 
     @contextmanager
     def installed(self) -> Iterator[StopSignal]:
@@ -330,13 +330,13 @@ def check_sharding(trainer: Any, checkpoint: Checkpoint | None) -> None:
     accelerate silently trains with plain data parallelism where it does not support FSDP (on CPU, or in one process).
     """
     strategy = trainer.recipe.distributed.strategy
-    wanted = strategy != "ddp"
-    if wanted and not trainer.is_fsdp_enabled:
+    requested = strategy != "ddp"
+    if requested and not trainer.is_fsdp_enabled:
         raise ValueError(
-            f"distributed.strategy={strategy} was asked for, but the model would not be sharded here: "
+            f"distributed.strategy={strategy} was requested, but the model would not be sharded here: "
             "it needs several processes with GPUs (start with torchrun), or set distributed.strategy=ddp"
         )
-    if checkpoint is not None and bool(checkpoint.facts.get("sharded")) != wanted:
+    if checkpoint is not None and bool(checkpoint.facts.get("sharded")) != requested:
         kind = "sharded" if checkpoint.facts.get("sharded") else "unsharded"
         raise ValueError(
             f"{checkpoint.path} is {kind}, but distributed.strategy={strategy}: "
@@ -345,7 +345,7 @@ def check_sharding(trainer: Any, checkpoint: Checkpoint | None) -> None:
 
 
 def assert_parameters_are_sharded(trainer: Any) -> None:
-    """Once the model is wrapped: every parameter must be a DTensor if sharding was asked for."""
+    """Once the model is wrapped: every parameter must be a DTensor if sharding was requested."""
     if trainer.recipe.distributed.strategy == "ddp":
         return
     from torch.distributed.tensor import DTensor
@@ -353,14 +353,14 @@ def assert_parameters_are_sharded(trainer: Any) -> None:
     plain = [name for name, parameter in trainer.model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
         raise ValueError(
-            f"distributed.strategy={trainer.recipe.distributed.strategy} was asked for, but {len(plain)} parameters "
+            f"distributed.strategy={trainer.recipe.distributed.strategy} was requested, but {len(plain)} parameters "
             f"are not sharded, first {plain[0]}"
         )
 
 
 @contextmanager
 def full_model_saves(trainer: Any) -> Iterator[None]:
-    """Inside the block `trainer.save_model` writes one whole model even if its parameters are sharded."""
+    """Inside the block `trainer.save_model` writes one complete model even if its parameters are sharded."""
     if not trainer.is_fsdp_enabled:
         yield
         return
