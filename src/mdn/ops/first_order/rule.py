@@ -87,13 +87,14 @@ class Rule:
         if chosen == "fla":
             return self._call_fla(tensors, shared, hints)
         initial, boundaries = self._initial_state(tensors, shared)
-        options = RuleOptions(scale, chunk_size, shared.use_qk_l2norm_in_kernel, self.p_times_alpha)
+        if chosen == "cpu":  # the kernel contains damage by itself
+            options = RuleOptions(scale, chunk_size, shared.use_qk_l2norm_in_kernel, self.p_times_alpha)
+            computed = native_scalar_decay(tensors, initial, boundaries, options, self.erases)
+            return _finish(computed, tensors.v, shared)
+        form = chunk_vector_decay if self.vector else chunk_scalar_decay
 
         def compute(given: FirstOrderTensors) -> Computed:
-            if chosen == "cpu":
-                return native_scalar_decay(given, initial, boundaries, options, self.erases)
             prepared = self._prepare(given, scale, shared.use_qk_l2norm_in_kernel)
-            form = chunk_vector_decay if self.vector else chunk_scalar_decay
             return form(prepared, initial, boundaries, chunk_size)
 
         return _finish(contain_damage(compute, tensors, boundaries), tensors.v, shared)
