@@ -140,6 +140,16 @@ def test_steps_on_both_backends_agree_for_slots_in_a_strided_state(rule: str):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
+def test_p_may_have_the_heads_of_v_on_every_backend():
+    tensors = arguments("comba", T=9, H=2, HV=4, dtype=torch.float32)
+    wide = tensors | {"p": tensors["p"].repeat_interleave(2, 2)}
+    for backend in ("torch", "cpu"):
+        whole, expected = (chunk("comba")(**given, backend=backend).o for given in (wide, tensors))
+        torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
+        token, state = {name: x[:, 0] for name, x in wide.items()}, torch.zeros(2, 4, 8, 6)
+        torch.testing.assert_close(step("comba")(**token, state=state, backend=backend), expected[:, 0])
+
+
 @pytest.mark.parametrize("lengths", [None, [5, 0, 40, 25]])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from first_order_cases import RULES, VECTOR, arguments, chunk, random_state
 from mdn.ops import SequenceBoundaries, first_order
-from mdn.ops.first_order.rule import HINTS, REFUSED
+from mdn.ops.first_order.rule import REFUSED
 from mdn.ops.l2norm import l2norm
 
 
@@ -27,10 +27,9 @@ def test_arguments_have_the_names_order_and_defaults_of_fla(rule):
         if name != "chunk_size":
             assert ours[name].default == theirs[name].default
     left_out = set(theirs) - set(ours) - {"kwargs"}
-    assert left_out <= {*HINTS, *REFUSED}
     tensors = arguments(rule, T=3)
     plain, _ = chunk(rule)(**tensors)
-    for name in left_out & set(HINTS):
+    for name in left_out - set(REFUSED):  # hints to its kernels
         assert torch.equal(chunk(rule)(**tensors, **{name: True})[0], plain)
     for name in left_out & set(REFUSED):
         with pytest.raises(ValueError, match=f"{name}=True is not supported"):
@@ -81,6 +80,11 @@ def test_on_a_gpu_the_kernels_of_fla_get_the_arguments_by_their_names(rule, back
     for name, tensor in tensors.items():
         repeats = tensor.shape[2] < 4 and not grouped_in_fla
         assert torch.equal(call[name], tensor.repeat_interleave(2, 2) if repeats else tensor), name
+
+
+def test_a_bound_of_gates_that_a_rule_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="unknown argument 'lower_bound'"):
+        chunk("gated_delta_rule")(**arguments("gated_delta_rule", T=3), lower_bound=-5.0)
 
 
 def test_importing_the_rules_brings_neither_fla_nor_triton_nor_transformers():

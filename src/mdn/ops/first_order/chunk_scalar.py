@@ -90,43 +90,46 @@ def one_row_down(x: Tensor, first: float = 0.0) -> Tensor:
 
 def native_scalar_decay(
     tensors: FirstOrderTensors,
-    initial_state: Tensor | None,
+    initial_state: Tensor,
     boundaries: SequenceBoundaries | None,
     options: RuleOptions,
     erases: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs in the dtype of v and final states. The kernel normalises, scales and shares key heads by itself."""
-    q, k, v, p = tensors.q, tensors.k, tensors.v, tensors.p
-    if p is not None and p.shape[2] != q.shape[2]:
-        q, k, p = (expand_heads(x, v.shape[2]) for x in (q, k, p))
-    dtypes = {x.dtype for x in (q, k, v, p) if x is not None}
-    if len(dtypes) > 1:
-        q, k, v, p = q.float(), k.float(), v.float(), None if p is None else p.float()
-    gates = (None if x is None else x.float() for x in (tensors.log_alpha, tensors.beta, initial_state))
+    """Outputs and final states. The kernel normalises, scales and shares key heads by itself."""
+    q, k, v, p, log_alpha, beta, _ = _alike(tensors)
+    log_alpha, beta = (None if gate is None else gate.float() for gate in (log_alpha, beta))
     kernel: Any = _NativeScalarDecay.apply
-    o, final = kernel(q, k, v, p, *gates, boundaries, options, erases)
+    o, final = kernel(q, k, v, p, log_alpha, beta, initial_state, boundaries, options, erases)
     return o, final
 
 
 def native_step(
-    tensors: FirstOrderTensors, state: Tensor, state_indices: Tensor | None, options: RuleOptions, erases: bool
+    tensors: FirstOrderTensors, state: Tensor, slots: Tensor | None, options: RuleOptions, erases: bool
 ) -> Callable[[FirstOrderTensors, Tensor, Tensor | None], Tensor]:
     """The kernel's step for tensors like these: without any conversion if they need none."""
     kernel = backend_module("cpu", "scalar decay")
     run = None
-    if tensors.q.dtype == tensors.k.dtype == tensors.v.dtype:
-        run = kernel.prepared_first_order_step(*tensors[:6], state, state_indices, options, erases)
+    if _alike(tensors) is tensors:
+        run = kernel.prepared_first_order_step(*tensors[:6], state, slots, options, erases)
     if run is not None:
         return lambda tensors, state, slots: run(*tensors[:6], state, slots)
 
     def converting(tensors: FirstOrderTensors, state: Tensor, slots: Tensor | None) -> Tensor:
-        q, k, v, p, log_alpha, beta, _ = tensors
-        if not q.dtype == k.dtype == v.dtype:
-            q, k, v = q.float(), k.float(), v.float()
-        o: Tensor = kernel.first_order_step_(q, k, v, p, log_alpha, beta, state, slots, options, erase=erases)
+        o: Tensor = kernel.first_order_step_(*_alike(tensors)[:6], state, slots, options, erase=erases)
         return o.to(tensors.v.dtype)
 
     return converting
+
+
+def _alike(tensors: FirstOrderTensors) -> FirstOrderTensors:
+    """q, k, v and p in one dtype, p with the heads of k, as the kernel takes them."""
+    q, k, v, p = tensors.q, tensors.k, tensors.v, tensors.p
+    if p is not None and p.shape[-2] != q.shape[-2]:
+        q, k, p = (expand_heads(x, v.shape[-2]) for x in (q, k, p))
+    if any(x is not None and x.dtype != q.dtype for x in (k, v, p)):
+        q, k, v, p = q.float(), k.float(), v.float(), None if p is None else p.float()
+    alike = tensors._replace(q=q, k=k, v=v, p=p)
+    return tensors if all(x is y for x, y in zip(alike, tensors)) else alike
 
 
 class _NativeScalarDecay(torch.autograd.Function):

@@ -39,7 +39,7 @@ class SharedArguments(NamedTuple):
     """linear attention only"""
 
 
-HINTS = ("cu_seqlens_cpu", "chunk_indices", "safe_gate", "disable_recompute", "lower_bound")
+HINTS = ("cu_seqlens_cpu", "chunk_indices", "safe_gate", "disable_recompute")
 """arguments of FLA's functions that change how its kernels compute, not what"""
 REFUSED = {
     "cp_context": "context parallelism is not offered for the first-order rules",
@@ -68,6 +68,7 @@ class Rule:
     """fields of ``SharedArguments`` that FLA's function also takes"""
     fla_shares_keys: bool = False
     """FLA's kernels know value heads that share a key head"""
+    hints: tuple[str, ...] = HINTS
 
     def chunk(
         self,
@@ -78,7 +79,7 @@ class Rule:
         hints: Mapping[str, Any],
     ) -> FirstOrderOutput:
         """The chunkwise form, on the backend that was requested or is best."""
-        check_hints(hints)
+        self.check_hints(hints)
         inputs.check_chunk_size(chunk_size)
         scale = self.check(tensors, shared.scale)
         refuse_transforms(f"chunk_{self.name}", f"recurrent_{self.name}", (*tensors, shared.initial_state))
@@ -146,6 +147,15 @@ class Rule:
         inputs.check_tensors(tensors, self.arguments, self.optional, rank)
         inputs.check_gate_shapes(tensors, self.arguments, self.vector)
         return check_scale(scale, tensors.q)
+
+    def check_hints(self, hints: Mapping[str, Any]) -> None:
+        """Further arguments of FLA's function: hints go to its kernels and mean nothing elsewhere, others are refused."""
+        for name, value in hints.items():
+            if name in REFUSED and value:
+                raise ValueError(f"{name}={value!r} is not supported: {REFUSED[name]}")
+            if name not in self.hints and name not in REFUSED:
+                known = ", ".join(self.hints)
+                raise ValueError(f"unknown argument {name!r}; beyond the signature FLA's hints are taken: {known}")
 
     def _prepare(self, tensors: FirstOrderTensors, scale: float, normalise: bool) -> PreparedTensors:
         return inputs.prepare(tensors, scale, normalise, self.erases, self.p_times_alpha)
@@ -223,14 +233,3 @@ def _finish(computed: Computed, v: Tensor, shared: SharedArguments) -> FirstOrde
 
 def _slots(state_indices: Tensor | None, state: Tensor, v: Tensor, read: bool) -> Tensor | None:
     return None if state_indices is None else check_state_indices(state_indices, state, v.shape[0], read)
-
-
-def check_hints(hints: Mapping[str, Any]) -> None:
-    """Further arguments of FLA's functions: hints go to its kernels and mean nothing elsewhere, others are refused."""
-    for name, value in hints.items():
-        if name in REFUSED and value:
-            raise ValueError(f"{name}={value!r} is not supported: {REFUSED[name]}")
-        if name not in HINTS and name not in REFUSED:
-            raise ValueError(
-                f"unknown argument {name!r}; beyond the signature FLA's hints are taken: {', '.join(HINTS)}"
-            )

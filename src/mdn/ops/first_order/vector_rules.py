@@ -14,7 +14,7 @@ from torch import Tensor
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors
-from mdn.ops.first_order.rule import Rule, SharedArguments
+from mdn.ops.first_order.rule import HINTS, Rule, SharedArguments
 
 GLA = Rule(
     "gla",
@@ -31,7 +31,12 @@ KDA = Rule(
     fla_options=("use_qk_l2norm_in_kernel", "state_v_first"),
     fla_shares_keys=True,
 )
-RWKV7 = Rule("rwkv7", {"q": "r", "log_alpha": "w", "k": "k", "v": "v", "p": "a", "erase_key": "b"}, vector=True)
+RWKV7 = Rule(
+    "rwkv7",
+    {"q": "r", "log_alpha": "w", "k": "k", "v": "v", "p": "a", "erase_key": "b"},
+    vector=True,
+    hints=(*HINTS, "lower_bound"),  # FLA's kernels are told that w lies above it
+)
 
 
 # ---------------------------------------------------------------------------------------------- gated linear attention
