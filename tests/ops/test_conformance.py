@@ -67,7 +67,7 @@ def _interpreter():
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from mdn.ops.triton.interpreter import repair
+    from mdn.bench.gpu.interpreter import repair
 
     repair(emulate_tf32=True)
     patch = interpreter._patch_lang

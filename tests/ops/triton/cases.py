@@ -19,11 +19,11 @@ import torch
 from reference import recurrence
 
 import mdn.ops.triton as kernels
+from mdn.bench.gpu.interpreter import repair
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.interface import RuleOptions as Options
 from mdn.ops.momentum.interface import RuleTensors, StepState
-from mdn.ops.triton.interpreter import repair
-from mdn.ops.triton.launcher import intercept_launches, run_launch
+from mdn.ops.triton.host import intercept_launches, run_launch
 
 GRADIENTS = ("q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta", "initial_state")
 INFINITY = float("inf")
@@ -209,6 +209,57 @@ def rounded_inverse():
         yield "inverse rounded", compare(inputs, options, dtype=torch.float64)[0]
 
 
+def chunks_by_substitution(inputs, options):
+    """o of one head in the chunk form in float32, with its triangular systems solved by substitution."""
+    q, k, v = (torch.nn.functional.normalize(inputs[n][0, :, 0].float(), dim=-1) for n in "qkv")
+    v = inputs["v"][0, :, 0].float()
+    alpha, mu = (inputs[n][0, :, 0].float().exp() for n in ("log_alpha", "log_mu"))
+    beta, eta = (inputs[n][0, :, 0].float() for n in ("beta", "eta"))
+    C = options.chunk_size
+    S = M = torch.zeros(q.shape[-1], v.shape[-1])
+    outputs = []
+    for first in range(0, len(q), C):
+        rows = slice(first, first + C)
+        row_S = row_M = torch.zeros(C)
+        abar, b, mbar = torch.tensor(1.0), torch.tensor(0.0), torch.tensor(1.0)
+        gamma, gamma_before, reads, queries = [], [], [], []
+        for i in range(C):
+            gamma_before.append(row_S)
+            reads.append((abar, b))
+            row_M = mu[first + i] * row_M + eta[first + i] * torch.eye(C)[i]
+            row_S = alpha[first + i] * row_S + beta[first + i] * row_M
+            abar, mbar = alpha[first + i] * abar, mu[first + i] * mbar
+            b = alpha[first + i] * b + beta[first + i] * mbar
+            gamma.append(row_S)
+            queries.append((abar, b))
+        p = alpha[rows, None] * k[rows]
+        (read_S, read_M), (query_S, query_M) = (torch.tensor(x).T[..., None] for x in (reads, queries))
+        erase = (p @ k[rows].T) * torch.stack(gamma_before)
+        target = v[rows] - read_S * (p @ S) + read_M * (p @ M)
+        R = torch.linalg.solve_triangular(erase, target, upper=False, unitriangular=True)
+        o = query_S * (q[rows] @ S) - query_M * (q[rows] @ M) + ((q[rows] @ k[rows].T) * torch.stack(gamma)) @ R
+        outputs.append(options.scale * o)
+        S = abar * S - b * M + (row_S[:, None] * k[rows]).T @ R
+        M = mbar * M - (row_M[:, None] * k[rows]).T @ R
+    return torch.cat(outputs)[None, :, None]
+
+
+def repeated_key():
+    """One key for 512 tokens, hardly damped: the largest errors of o at chunk size 16 and 64, and what others lose."""
+    inputs = make_inputs(1, 512, 1, 1, 64, 16, 1, state=False)
+    inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"]).contiguous()
+    for name, value in (("log_alpha", -0.01), ("log_mu", -0.01), ("beta", 1.0), ("eta", 2.0)):
+        inputs[name] = torch.full_like(inputs[name], value)
+    options = Options(scale=0.125)
+    low = narrowed(inputs, torch.float32)
+    exact = recurrence(*({n: None if x is None else x.double() for n, x in low.items()}).values(), [512], options)[0]
+    for chunk_size in (16, 64):
+        found = kernels.forward(RuleTensors(**low), None, Options(scale=0.125, chunk_size=chunk_size), False).o
+        yield str(chunk_size), {"o": relative_error(found, exact)}
+    yield "float32 recurrence", {"o": relative_error(recurrence(*low.values(), [512], options)[0], exact)}
+    yield "substitution", {"o": relative_error(chunks_by_substitution(inputs, options), exact)}
+
+
 def double_precision():
     options = Options(scale=0.3, chunk_size=64)
     yield "float64", compare(make_inputs(1, 80, 1, 2, 16, 24, 1, given_p=True), options, dtype=torch.float64)[0]
@@ -274,6 +325,7 @@ GROUPS = (
     packs,
     strong_coupling,
     rounded_inverse,
+    repeated_key,
     double_precision,
     narrow_operands,
     tf32_emulated,

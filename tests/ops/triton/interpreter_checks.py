@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mdn.ops.triton.interpreter import count_written_bytes, repair, round_to_tf32
+from mdn.bench.gpu.interpreter import count_written_bytes, repair, round_to_tf32
 
 
 @triton.jit

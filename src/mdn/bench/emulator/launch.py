@@ -76,9 +76,9 @@ class EmulatedGPU:
     @contextlib.contextmanager
     def emulate(self) -> Iterator[EmulatedGPU]:
         """Inside the block, kernels of ``mdn.ops.triton`` are compiled for the target and emulated."""
+        from mdn.bench.gpu.compiling import absent_device
         from mdn.ops.triton.availability import emulation
-        from mdn.ops.triton.launcher import Launch, intercept_launches
-        from mdn.ops.triton.resources import absent_device
+        from mdn.ops.triton.host import Launch, intercept_launches
         from mdn.ops.triton.tiles import assume_target
 
         def run(launch: Launch) -> None:

@@ -11,19 +11,14 @@ from typing import TYPE_CHECKING, Any
 from mdn.ops.triton.availability import why_unavailable, why_unsupported
 
 if TYPE_CHECKING:
-    from mdn.ops.triton.chunkwise import backward, forward
-    from mdn.ops.triton.decode import step_
+    from mdn.ops.triton.host import backward, forward, step_
 
 __all__ = ["backward", "forward", "step_", "why_unavailable", "why_unsupported"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("forward", "backward"):
-        from mdn.ops.triton import chunkwise
+    if name in ("backward", "forward", "step_"):
+        from mdn.ops.triton import host
 
-        return getattr(chunkwise, name)
-    if name == "step_":
-        from mdn.ops.triton import decode
-
-        return decode.step_
+        return getattr(host, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -59,7 +59,7 @@ def why_unavailable(device: torch.device | str) -> str | None:
     device = torch.device(device)
     version = triton_version()
     if version is None:
-        return f"Triton is not installed (pip install 'momentum-deltanet[triton]'; {INSTEAD})"
+        return f"Triton is not installed (pip install 'momentum-deltanet[triton]'); {INSTEAD}"
     if interpreting() or _emulating:
         return None
     if device.type != "cuda":
@@ -92,17 +92,17 @@ def why_refused(version: tuple[int, int, int], capability: tuple[int, int] | Non
 
 
 def why_unsupported(q: torch.Tensor, v: torch.Tensor, chunk_size: int | None = None) -> str | None:
-    """None if the kernels cover this call, else the reason. q is [..., K] and v is [..., V]; a decoding step has no
-    chunk size."""
-    key_dim, value_dim = q.shape[-1], v.shape[-1]
+    """None if the kernels cover this call, else the reason. q is [..., K] and v is [..., V]; a decode step has no chunk
+    size."""
+    key_dim, value_dim, dtype = q.shape[-1], v.shape[-1], q.dtype
     if key_dim > MAX_KEY_DIM:
         return f"the Triton kernels take K up to {MAX_KEY_DIM}, got K={key_dim} ({INSTEAD})"
     if value_dim > MAX_VALUE_DIM:
         return f"the Triton kernels take V up to {MAX_VALUE_DIM}, got V={value_dim} ({INSTEAD})"
     if chunk_size is not None and chunk_size not in CHUNK_SIZES:
         return f"the Triton kernels take chunk_size {', '.join(map(str, CHUNK_SIZES))}, got chunk_size={chunk_size}"
-    if q.dtype == torch.float64 and not interpreting():
+    if dtype == torch.float64 and not interpreting():
         return f"the Triton kernels take bfloat16, float16 or float32 on a GPU, got float64 ({INSTEAD})"
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        return f"the Triton kernels take bfloat16, float16 or float32, got {q.dtype}"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        return f"the Triton kernels take bfloat16, float16 or float32, got {dtype}"
     return None

@@ -1,162 +1,135 @@
-"""Kernel: gradients of log_alpha, log_mu and beta, one program per (chunk, value head).
+"""Kernel: gradients of log_alpha, log_mu, beta and eta, one program per (chunk, value head).
 
-Reads d_gamma [tokens, HV, C], the gradient sums [7, tokens, HV] (of abar, b, the last rows of Gamma and of the mu mask,
-and of alpha inside p) and the state overlaps [chunks, HV, 4] that `backward_inputs` wrote, builds the decay masks again
-and goes back through Gamma = L_alpha diag(beta) L_mu, b = L_alpha (beta mbar) and the cumulative products.
-First all of alpha, then all of mu and beta; the second half loads its inputs again, because [C, C] matrices held from
-one half to the other would spill.
+gamma_M, gamma_S, abar, b and mbar are made by recurrences along the tokens, so their adjoints are recurrences against
+the tokens, with the gates of the token after (16), (17). As in `prepare`, a row [C] is one number per thread. The rows
+of the adjoints go to memory; every gate's gradient is then a sum over rows of whole matrices, which a thread reads in
+pieces of four neighbours.
 """
 
 import triton
 import triton.language as tl
 
-from mdn.ops.triton.blocks import (
-    ABAR_IN_ERRORS,
-    ABAR_IN_OUTPUTS,
-    ALPHA_IN_ERRORS,
-    B_IN_ERRORS,
-    B_IN_OUTPUTS,
-    LAST_GAMMA_IN_STATES,
-    LAST_MU_IN_STATES,
+from mdn.ops.triton.device import (
+    GATES,
+    GRAD_ABAR,
+    GRAD_ABAR_BEFORE,
+    GRAD_ALPHA_IN_P,
+    GRAD_B,
+    GRAD_B_BEFORE,
+    GRAD_DECAYS,
+    GRAD_VECTORS,
+    GRAD_WRITE_M,
+    GRAD_WRITE_S,
     RUNTIME_NUMBERS,
-    load_gate,
-    load_tile,
+    VECTORS,
+    load_decays,
+    load_row_before,
+    load_vector,
     locate_chunk,
-    stacked,
+    recurrence,
+    square_at,
     store_gate,
+    vector_at,
 )
-from mdn.ops.triton.decays import (
-    decay_mask,
-    decay_mask_backward,
-    decay_parts,
-    mask_transposed_times,
-    times_mask_transposed,
-)
+from mdn.ops.triton.prepare import load_gates
 
 
 @triton.jit
-def load_gamma_gradient(
-    d_gamma, sums, first, left, head, plane, HV: tl.constexpr, C: tl.constexpr, COMPUTE: tl.constexpr
-):
-    """The whole gradient of Gamma [C, C]: what `backward_scores` found, and in the last row the states' part."""
-    at_end = tl.arange(0, C) == C - 1
-    of_states = load_gate(stacked(sums, LAST_GAMMA_IN_STATES, plane), first, left, head, HV, C, COMPUTE)
-    return load_tile(d_gamma, first, left, head, HV, 0, C, C, C) + tl.where(at_end[:, None], of_states[None, :], 0.0)
+def load_grad_decay(grad_vectors, slot, of_end, OF_O: tl.constexpr, OF_TARGET: tl.constexpr, C: tl.constexpr):
+    """The whole gradient [C] of abar or b after each token: through o, through the target of the token after, and, of
+    the last one, through the states."""
+    rows = tl.arange(0, C)
+    total = tl.load(vector_at(grad_vectors, slot, OF_O, GRAD_VECTORS, C))
+    total += tl.load(vector_at(grad_vectors, slot, OF_TARGET, GRAD_VECTORS, C) + 1, mask=rows < C - 1, other=0.0)
+    return total + tl.where(rows == C - 1, of_end, 0.0)
 
 
 @triton.jit
-def alpha_gradient(
-    log_alpha,
-    log_mu,
-    beta,
-    d_gamma,
-    sums,
-    overlap,
-    dlog_alpha,
-    first,
-    left,
-    head,
-    plane,
-    HV: tl.constexpr,
-    C: tl.constexpr,
-    PRECISION: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
-    """Stores the gradient of log_alpha; returns L_alpha^T db [C], the gradient of beta mbar."""
-    at_end = tl.arange(0, C) == C - 1
-    # The error of token t + 1 reads the states with abar and b of token t; the next chunk's tokens do not count here.
-    left_ahead = tl.minimum(left, C) - 1
-    log_mu_rows = load_gate(log_mu, first, left, head, HV, C, COMPUTE)
-    mu_blocks, mu_in = decay_parts(log_mu_rows, C)
-    d_gamma_tile = load_gamma_gradient(d_gamma, sums, first, left, head, plane, HV, C, COMPUTE)
-    d_alpha_mask = times_mask_transposed(d_gamma_tile, mu_blocks, mu_in, C, PRECISION, COMPUTE)
-    d_b = load_gate(stacked(sums, B_IN_OUTPUTS, plane), first, left, head, HV, C, COMPUTE)
-    d_b += load_gate(stacked(sums, B_IN_ERRORS, plane), first + 1, left_ahead, head, HV, C, COMPUTE)
-    d_b -= tl.where(at_end, tl.load(overlap + 1), 0.0)
-    mbar = tl.exp(tl.cumsum(log_mu_rows, axis=0))
-    beta_rows = load_gate(beta, first, left, head, HV, C, COMPUTE)
-    d_alpha_mask = (d_alpha_mask + d_b[:, None] * mbar[None, :]) * beta_rows[None, :]
-
-    log_alpha_rows = load_gate(log_alpha, first, left, head, HV, C, COMPUTE)
-    alpha_mask = decay_mask(log_alpha_rows, C, COMPUTE)
-    abar = tl.exp(tl.cumsum(log_alpha_rows, axis=0))
-    d_abar = load_gate(stacked(sums, ABAR_IN_OUTPUTS, plane), first, left, head, HV, C, COMPUTE)
-    d_abar += load_gate(stacked(sums, ABAR_IN_ERRORS, plane), first + 1, left_ahead, head, HV, C, COMPUTE)
-    d_abar += tl.where(at_end, tl.load(overlap), 0.0)
-    gradient = load_gate(stacked(sums, ALPHA_IN_ERRORS, plane), first, left, head, HV, C, COMPUTE)
-    gradient += decay_mask_backward(d_alpha_mask * alpha_mask, C)
-    gradient += tl.cumsum(d_abar * abar, axis=0, reverse=True)
-    store_gate(dlog_alpha, gradient, first, left, head, HV, C)
-    return tl.sum(alpha_mask * d_b[:, None], axis=0)
-
-
-@triton.jit
-def mu_and_beta_gradients(
-    log_alpha,
-    log_mu,
-    beta,
-    d_gamma,
-    sums,
-    overlap,
-    d_beta_mbar,
-    dlog_mu,
-    dbeta,
-    first,
-    left,
-    head,
-    plane,
-    HV: tl.constexpr,
-    C: tl.constexpr,
-    PRECISION: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
-    """Stores the gradients of log_mu and beta, the right factors of Gamma."""
-    at_end = tl.arange(0, C) == C - 1
-    alpha_blocks, alpha_in = decay_parts(load_gate(log_alpha, first, left, head, HV, C, COMPUTE), C)
-    d_gamma_tile = load_gamma_gradient(d_gamma, sums, first, left, head, plane, HV, C, COMPUTE)
-    through_alpha = mask_transposed_times(alpha_blocks, alpha_in, d_gamma_tile, C, PRECISION, COMPUTE)
-
-    log_mu_rows = load_gate(log_mu, first, left, head, HV, C, COMPUTE)
-    mbar = tl.exp(tl.cumsum(log_mu_rows, axis=0))
-    mu_mask = decay_mask(log_mu_rows, C, COMPUTE)
-    d_beta = tl.sum(through_alpha * mu_mask, axis=1) + d_beta_mbar * mbar
-    store_gate(dbeta, d_beta, first, left, head, HV, C)
-    beta_rows = load_gate(beta, first, left, head, HV, C, COMPUTE)
-    d_mbar = beta_rows * d_beta_mbar + tl.where(at_end, tl.load(overlap + 2), 0.0)
-    of_states = load_gate(stacked(sums, LAST_MU_IN_STATES, plane), first, left, head, HV, C, COMPUTE)
-    d_mu_mask = beta_rows[:, None] * through_alpha + tl.where(at_end[:, None], of_states[None, :], 0.0)
-    gradient = decay_mask_backward(d_mu_mask * mu_mask, C) + tl.cumsum(d_mbar * mbar, axis=0, reverse=True)
-    store_gate(dlog_mu, gradient, first, left, head, HV, C)
+def adjoint_rows(gates, grad_gamma_S, grad_gamma_M, write_S, write_M, C: tl.constexpr):
+    """(16), from the last token to the first: replaces the rows of grad_gamma_S [C, C] by those that also hold what
+    later rows hand back, and writes those of grad_gamma_M [C, C]. write_S, write_M [C]: of the last rows, through the
+    states."""
+    j = tl.arange(0, C)
+    row_S, row_M = write_S, write_M
+    for step in range(0, C, 16):
+        first = C - 16 - step
+        loaded = load_gates(gates + first, C)
+        given = ()
+        for token in tl.static_range(16):
+            given = given + (tl.load(grad_gamma_S + (first + token) * C + j),)  # type: ignore[assignment]  # noqa: RUF005
+        for back in tl.static_range(16):
+            i = first + 15 - back
+            alpha, mu, beta, _ = loaded[15 - back]
+            row_S += given[15 - back]
+            row_M += beta * row_S
+            tl.store(grad_gamma_S + i * C + j, row_S)
+            tl.store(grad_gamma_M + i * C + j, row_M)
+            row_S *= alpha
+            row_M *= mu
 
 
 @triton.jit(do_not_specialize=RUNTIME_NUMBERS)
 def backward_gates_kernel(
-    log_alpha,
-    log_mu,
-    beta,
-    d_gamma,
-    sums,
-    overlaps,
-    dlog_alpha,
-    dlog_mu,
-    dbeta,
-    chunk_indices,
-    cu_seqlens,
+    vectors,  # [slots, VECTORS, C] COMPUTE
+    gamma_S,  # [slots, C, C] COMPUTE
+    gamma_M,  # [slots, C, C] COMPUTE
+    grad_gamma_S,  # [slots, C, C] COMPUTE: all but the last row's part in the states; overwritten
+    grad_gamma_M,  # [slots, C, C] COMPUTE
+    grad_vectors,  # [slots, GRAD_VECTORS, C] COMPUTE
+    grad_log_alpha,  # [tokens, HV], as are the others
+    grad_log_mu,
+    grad_beta,
+    grad_eta,
+    chunk_indices,  # [chunks, 2]
+    cu_seqlens,  # [sequences + 1]
     time,
-    plane,
     HV: tl.constexpr,
     C: tl.constexpr,
+    P_TIMES_ALPHA: tl.constexpr,
     PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    COMPUTE: tl.constexpr,
 ):
-    head = tl.program_id(1)
-    first, left, row = locate_chunk(tl.program_id(0), chunk_indices, cu_seqlens, time, C, PACKED)
-    overlap = overlaps + (row * HV + head) * 4
-    d_beta_mbar = alpha_gradient(
-        log_alpha, log_mu, beta, d_gamma, sums, overlap, dlog_alpha, first, left, head, plane, HV, C, PRECISION, COMPUTE
-    )
-    mu_and_beta_gradients(
-        log_alpha, log_mu, beta, d_gamma, sums, overlap, d_beta_mbar, dlog_mu, dbeta, first, left, head, plane, HV, C,
-        PRECISION, COMPUTE,
-    )  # fmt: skip
+    chunk, head = locate_chunk(chunk_indices, cu_seqlens, time, HV, HV, C, PACKED)
+    slot = chunk.slot
+    square = slot * (C * C)
+    gates = vectors + (slot * VECTORS + GATES) * C
+    write_S = tl.load(vector_at(grad_vectors, slot, GRAD_WRITE_S, GRAD_VECTORS, C))
+    write_M = tl.load(vector_at(grad_vectors, slot, GRAD_WRITE_M, GRAD_VECTORS, C))
+    adjoint_rows(gates, grad_gamma_S + square, grad_gamma_M + square, write_S, write_M, C)
+    tl.debug_barrier()
+
+    rows = tl.arange(0, C)
+    alpha = load_vector(vectors, slot, GATES, C)
+    mu = load_vector(vectors, slot, GATES + 1, C)
+    beta = load_vector(vectors, slot, GATES + 2, C)
+    of_gamma_S = tl.load(square_at(grad_gamma_S, slot, C))  # [C, C]
+    of_gamma_M = tl.load(square_at(grad_gamma_M, slot, C))  # [C, C]
+    of_alpha = alpha * tl.sum(of_gamma_S * load_row_before(gamma_S, slot, C), axis=1)
+    of_beta = tl.sum(of_gamma_S * tl.load(square_at(gamma_M, slot, C)), axis=1)
+    of_mu = mu * tl.sum(of_gamma_M * load_row_before(gamma_M, slot, C), axis=1)
+    of_eta = tl.load(grad_gamma_M + square + rows * (C + 1))  # the diagonal
+
+    # (17): abar, b and mbar.
+    next_alpha = tl.load(gates + rows + 1, mask=rows < C - 1, other=1.0)
+    next_mu = tl.load(gates + C + rows + 1, mask=rows < C - 1, other=1.0)
+    previous_alpha = tl.load(gates + rows - 1, mask=rows > 0, other=1.0)
+    previous_mu = tl.load(gates + C + rows - 1, mask=rows > 0, other=1.0)
+    previous_beta = tl.load(gates + 2 * C + rows - 1, mask=rows > 0, other=0.0)
+    abar = tl.cumprod(previous_alpha, axis=0)  # [C], before each token
+    mbar = tl.cumprod(previous_mu, axis=0)
+    b = recurrence(previous_alpha, previous_beta * mbar)
+    abar_end, b_end, mbar_end = load_decays(grad_vectors, slot, GRAD_DECAYS, GRAD_VECTORS, C)
+    of_abar = load_grad_decay(grad_vectors, slot, abar_end, GRAD_ABAR, GRAD_ABAR_BEFORE, C)
+    of_abar = recurrence(next_alpha, of_abar, REVERSE=True)
+    of_b = load_grad_decay(grad_vectors, slot, b_end, GRAD_B, GRAD_B_BEFORE, C)
+    of_b = recurrence(next_alpha, of_b, REVERSE=True)
+    of_mbar = recurrence(next_mu, beta * of_b + tl.where(rows == C - 1, mbar_end, 0.0), REVERSE=True)
+    of_alpha += alpha * (of_abar * abar + of_b * b)
+    of_beta += of_b * (mu * mbar)
+    of_mu += mu * of_mbar * mbar
+    if P_TIMES_ALPHA:
+        of_alpha += tl.load(vector_at(grad_vectors, slot, GRAD_ALPHA_IN_P, GRAD_VECTORS, C))
+
+    store_gate(grad_log_alpha, of_alpha, chunk, head, HV, C)
+    store_gate(grad_log_mu, of_mu, chunk, head, HV, C)
+    store_gate(grad_beta, of_beta, chunk, head, HV, C)
+    store_gate(grad_eta, of_eta, chunk, head, HV, C)

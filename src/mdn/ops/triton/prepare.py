@@ -1,225 +1,280 @@
 """Kernel: everything of a chunk that does not depend on the states, one program per (chunk, value head).
 
-Writes, for C tokens (names as in docs/kernels.md):
-    inverse      [tokens, HV, C]   rows of (I + (P Khat^T) * Gamma_prev)^-1
-    scores       [tokens, HV, C]   rows of scale (Q Khat^T) * Gamma, in the input dtype
-    coefficients [8, tokens, HV]   what multiplies the raw rows of p, q, k, and k without eta, in products with S, M
-    decays       [chunks, HV, 4]   abar, b and mbar of the whole chunk
-    gamma        [tokens, HV, C]   rows of Gamma, only for the backward pass
-Alpha, eta, the scale and the L2 norms are all inside these coefficients: later kernels read q, k and p as given.
+Writes, per chunk and value head (names and equations as in docs/derivation.md):
+    gamma_S  [C, C]  weights of the writes in S after each token; in the backward pass also gamma_M   (4), (5)
+    attend   [C, C]  scale (Q K^T) * gamma_S                                                          (7)
+    erase    [C, C]  (P K^T) * (gamma_S of the row before), strictly lower triangular                 (6)
+    inverse  [C, C]  (I + erase)^-1; in the backward pass its transpose
+    vectors  [VECTORS, C]  what multiplies rows of p, q and k in products with the states, and the chunk's decays
+
+The steps meet in global memory, where the block's own L1 and L2 lines serve them: a matrix is stored and read back in
+the shape that the next step wants, with a barrier between. In registers every such change of shape would be a reduction
+through shared memory, with a barrier of its own; hundreds of them made this kernel two thirds of the forward pass.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from mdn.ops.triton.blocks import (
-    QUERY,
-    READ,
+from mdn.ops.triton.device import (
+    DECAYS,
+    GATES,
+    K_FACTOR,
+    P_FACTOR,
+    Q_FACTOR,
+    QUERY_M,
+    QUERY_S,
+    READ_M,
+    READ_S,
     RUNTIME_NUMBERS,
-    WRITE,
-    WRITE_WITHOUT_ETA,
+    VECTORS,
+    WRITE_M,
+    WRITE_S,
+    Arithmetic,
+    Shape,
+    add_product,
     inverse_norm,
     load_gate,
-    load_tile,
+    load_key_slice,
+    load_keys,
+    load_row_before,
+    load_vector,
     locate_chunk,
-    similarity,
-    stacked,
-    store_gate,
-    store_tile,
-)
-from mdn.ops.triton.decays import (
-    assemble,
-    block_product,
-    carry_over_blocks,
-    decay_parts,
-    earlier_block_decays,
-    unit_lower_inverse,
+    square_at,
+    store_decays,
+    store_vector,
 )
 
 
 @triton.jit
-def load_earlier_gate(tensor, first_token, tokens_left, head, heads, C: tl.constexpr, COMPUTE: tl.constexpr):
-    """Row i holds the gate of token i - 1; row 0 and rows past the end hold zero."""
-    rows = tl.arange(0, C)
-    pointers = tensor + first_token * heads + head + (rows.to(tl.int64) - 1) * heads
-    return tl.load(pointers, mask=(rows > 0) & (rows <= tokens_left), other=0.0).to(COMPUTE)
+def load_gates(gates, C: tl.constexpr):
+    """alpha, mu, beta and eta of 16 tokens, as numbers. Their loads stand together above the stores of these tokens:
+    the compiler cannot move a load across a store, and each would be waited for on its own."""
+    loaded = ()
+    for token in tl.static_range(16):
+        at = gates + token
+        loaded = loaded + ((tl.load(at), tl.load(at + C), tl.load(at + 2 * C), tl.load(at + 3 * C)),)  # type: ignore[assignment]  # noqa: RUF005
+    return loaded
+
+
+class Decays(NamedTuple):
+    """What is left of S0 and M0 before each token, what a chunk writes into the states, and its decays."""
+
+    abar: tl.tensor  # [C], before each token, as are b and mbar
+    b: tl.tensor
+    mbar: tl.tensor
+    write_S: tl.tensor  # [C], the last row of gamma_S
+    write_M: tl.tensor  # [C], the last row of gamma_M
+    abar_end: tl.tensor  # numbers, after the last token
+    b_end: tl.tensor
+    mbar_end: tl.tensor
 
 
 @triton.jit
-def gamma_in_blocks(
-    log_mu_rows, alpha_blocks, beta_rows, C: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr
-):
-    """Counted from the start of each block: Gamma [C / 16, 16, 16] and b [C / 16, 16]; and the mu mask and mbar."""
-    mu_blocks, mbar_in = decay_parts(log_mu_rows, C)
-    gamma_blocks = block_product(alpha_blocks * beta_rows[:, None, :], mu_blocks, PRECISION, COMPUTE)
-    b_in = tl.sum(alpha_blocks * (beta_rows * mbar_in)[:, None, :], axis=2)
-    return gamma_blocks, b_in, mu_blocks, mbar_in
+def write_gammas(gates, gamma_S, gamma_M, square, C: tl.constexpr, COMPUTE: tl.constexpr):
+    """(3), (4) and (5), token by token: row i of gamma_S and gamma_M [C, C], which begin at ``square``, after token i.
+
+    gates points to alpha, mu, beta and eta [4, C]. A row [C] is one number per thread, that of the token it belongs to,
+    so a step is a handful of instructions and no thread waits for another. Only numbers >= 0 are multiplied and
+    summed: nothing is divided, clamped or subtracted, and a gate that is zero is exact.
+    """
+    j = tl.arange(0, C)
+    row_S, row_M = tl.zeros([C], COMPUTE), tl.zeros([C], COMPUTE)
+    abar_before, b_before, mbar_before = tl.zeros([C], COMPUTE), tl.zeros([C], COMPUTE), tl.zeros([C], COMPUTE)
+    abar, b, mbar = tl.full([], 1.0, COMPUTE), tl.full([], 0.0, COMPUTE), tl.full([], 1.0, COMPUTE)
+    for first in range(0, C, 16):
+        loaded = load_gates(gates + first, C)
+        for token in tl.static_range(16):
+            alpha, mu, beta, eta = loaded[token]
+            i = first + token
+            abar_before = tl.where(j == i, abar, abar_before)
+            b_before = tl.where(j == i, b, b_before)
+            mbar_before = tl.where(j == i, mbar, mbar_before)
+            abar *= alpha
+            mbar *= mu
+            b = alpha * b + beta * mbar
+            row_M = mu * row_M + tl.where(j == i, eta, 0.0)
+            row_S = alpha * row_S + beta * row_M
+            tl.store(gamma_S + square + i * C + j, row_S)
+            if gamma_M is not None:
+                tl.store(gamma_M + square + i * C + j, row_M)
+    return Decays(
+        abar=abar_before, b=b_before, mbar=mbar_before, write_S=row_S, write_M=row_M,
+        abar_end=abar, b_end=b, mbar_end=mbar,
+    )  # fmt: skip
 
 
 @triton.jit
-def earlier_decay_parts(log_alpha, first, left, head, HV: tl.constexpr, C: tl.constexpr, COMPUTE: tl.constexpr):
-    """`decay_parts` of the rows before: row i holds what belongs to row i - 1, counted from row i's own block."""
-    earlier = load_earlier_gate(log_alpha, first, left, head, HV, C, COMPUTE)
-    in_block = tl.where(tl.arange(0, 16)[None, :] > 0, tl.reshape(earlier, [C // 16, 16]), 0.0)
-    return earlier_block_decays(earlier, C), tl.exp(tl.cumsum(in_block, axis=1))
+def inner_products(x, k, chunk, key_head, shape, BLOCK: tl.constexpr, arithmetic):
+    """x k^T [C, C], in slices of K that the load pipeline brings in."""
+    total = tl.zeros([shape.C, shape.C], arithmetic.COMPUTE)
+    for column in range(0, shape.K, BLOCK):
+        x_tile = load_key_slice(x, chunk, key_head, column, shape, BLOCK).to(arithmetic.OPERAND)  # [C, BLOCK]
+        k_tile = load_key_slice(k, chunk, key_head, column, shape, BLOCK).to(arithmetic.OPERAND)  # [C, BLOCK]
+        total = add_product(total, x_tile, tl.trans(k_tile), arithmetic)
+    return total
 
 
 @triton.jit
-def store_coefficients(coefficients, which, of_s, of_m, first, left, head, heads, plane, C: tl.constexpr):
-    """A pair of [C] vectors, as `load_coefficients` reads it."""
-    store_gate(stacked(coefficients, 2 * which, plane), of_s, first, left, head, heads, C)
-    store_gate(stacked(coefficients, 2 * which + 1, plane), of_m, first, left, head, heads, C)
+def corner(matrix, PAIRS: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr):
+    """Pointers [PAIRS, SIZE, SIZE] of the first SIZE x SIZE block of every pair of blocks on the diagonal."""
+    pair = tl.arange(0, PAIRS)[:, None, None] * (2 * SIZE * (C + 1))
+    return matrix + pair + (tl.arange(0, SIZE)[:, None] * C + tl.arange(0, SIZE)[None, :])[None, :, :]
 
 
 @triton.jit
-def store_reading_coefficients(
-    coefficients,
-    which,
-    factor,
-    abar_in,
-    b_in,
-    abar,
-    b,
-    mbar,
-    first,
-    left,
-    head,
-    heads,
-    plane,
-    C: tl.constexpr,
-):
-    """factor times abar and b [C] of whole rows, from those inside blocks [C / 16, 16] and at block starts [C / 16]."""
-    abar_rows = tl.reshape(abar_in * abar[:, None], [C])
-    b_rows = tl.reshape(abar_in * b[:, None] + b_in * mbar[:, None], [C])
-    store_coefficients(coefficients, which, factor * abar_rows, factor * b_rows, first, left, head, heads, plane, C)
+def exact_product(a, b, EXACT: tl.constexpr, COMPUTE: tl.constexpr):
+    """a @ b [PAIRS, SIZE, SIZE] of coefficients, always with float32 quality."""
+    return tl.dot(a, b, acc=tl.zeros(a.shape, COMPUTE), input_precision=EXACT, out_dtype=COMPUTE)
 
 
 @triton.jit
-def store_inverse(
+def join_blocks(
+    erase,
     inverse,
-    coefficients,
-    probe,
-    k,
-    log_alpha,
-    log_mu,
-    beta,
-    p_factor,
-    write_factor,
-    x_rows,
-    y_rows,
-    abar,
-    b,
-    mbar,
-    first,
-    left,
-    head,
-    key_head,
-    plane,
-    key_dim,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SIZE: tl.constexpr,
     C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EXACT: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """What the prediction errors need: p reads the states before its row, so with the decays of the row before.
+    """From the inverses of diagonal blocks to those of twice the size:
+    inverse of [[A, 0], [B, D]] = [[A', 0], [-D' B A', D']]. Only true inverses are multiplied, so nothing grows that is
+    not in the answer (the shorter product (I - N)(I + N^2)... loses all digits for strong gates)."""
+    upper = tl.load(corner(inverse, PAIRS, SIZE, C))  # A' [PAIRS, SIZE, SIZE], or its transpose
+    below = tl.load(corner(erase, PAIRS, SIZE, C) + SIZE * C)  # B
+    lower = tl.load(corner(inverse, PAIRS, SIZE, C) + SIZE * (C + 1))  # D', or its transpose
+    if TRANSPOSED:
+        half = exact_product(upper, tl.permute(below, [0, 2, 1]), EXACT, COMPUTE)
+        tl.store(corner(inverse, PAIRS, SIZE, C) + SIZE, -exact_product(half, lower, EXACT, COMPUTE))
+    else:
+        half = exact_product(lower, below, EXACT, COMPUTE)
+        tl.store(corner(inverse, PAIRS, SIZE, C) + SIZE * C, -exact_product(half, upper, EXACT, COMPUTE))
 
-    Loads the gates again: the blocks of both halves together would spill.
+
+@triton.jit
+def invert(erase, inverse, C: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, COMPUTE: tl.constexpr):
+    """inverse = (I + erase)^-1 of one chunk, or its transpose; both are pointers to a matrix [C, C]. Writes the blocks
+    of 16 x 16 that are not zero.
+
+    The 16 x 16 blocks on the diagonal are solved by substitution, all at once. Row i [C] holds row i of every block
+    side by side, so an element is a thread. The coefficients come straight from memory, the same address for 16
+    threads, and no load depends on another: they are all in flight before the first one is used. The transpose comes
+    from T (I + erase) = I, column by column from the last one on.
     """
-    alpha_blocks, abar_in = earlier_decay_parts(log_alpha, first, left, head, HV, C, COMPUTE)
-    log_mu_rows = load_gate(log_mu, first, left, head, HV, C, COMPUTE)
-    beta_rows = tl.reshape(load_gate(beta, first, left, head, HV, C, COMPUTE), [C // 16, 16])
-    gamma_blocks, b_in, _, _ = gamma_in_blocks(log_mu_rows, alpha_blocks, beta_rows, C, PRECISION, COMPUTE)
-    store_reading_coefficients(
-        coefficients, READ, p_factor, abar_in, b_in, abar, b, mbar, first, left, head, HV, plane, C
-    )
-    overlap = assemble(gamma_blocks, abar_in, b_in, x_rows, y_rows, C)
-    overlap *= p_factor[:, None] * write_factor[None, :]
-    overlap *= similarity(probe, k, first, left, first, left, key_head, H, key_dim, K, C, 16, PRECISION, COMPUTE)
-    solved = unit_lower_inverse(overlap, C, PRECISION, COMPUTE)
-    store_tile(inverse, solved, first, left, head, HV, 0, C, C, C)
+    lane = tl.arange(0, C)
+    block = lane // 16 * 16
+    solved = ()
+    for step in tl.static_range(16):
+        i = 15 - step if TRANSPOSED else step
+        row = tl.where(lane % 16 == i, 1.0, 0.0).to(COMPUTE)
+        for earlier in tl.static_range(step):
+            if TRANSPOSED:
+                weight = tl.load(erase + (block + 15 - earlier) * C + block + i)
+            else:
+                weight = tl.load(erase + (block + i) * C + block + earlier)
+            row -= weight * solved[earlier]
+        solved = solved + (row,)  # type: ignore[assignment]  # noqa: RUF005
+    for step in tl.static_range(16):
+        i = 15 - step if TRANSPOSED else step
+        tl.store(inverse + (block + i) * C + lane, solved[step])
+    if C >= 32:
+        tl.debug_barrier()
+        join_blocks(erase, inverse, C // 32, 16, C, TRANSPOSED, EXACT, COMPUTE)
+    if C >= 64:
+        tl.debug_barrier()
+        join_blocks(erase, inverse, 1, 32, C, TRANSPOSED, EXACT, COMPUTE)
 
 
 @triton.jit(do_not_specialize=RUNTIME_NUMBERS)
 def prepare_kernel(
-    q,
+    q,  # [tokens, H, K], as are k and p
     k,
-    p,
-    log_alpha,
+    p,  # or None: k
+    log_alpha,  # [tokens, HV], as are all gates
     log_mu,
     beta,
     eta,
-    inverse,
-    scores,
-    coefficients,
-    decays,
-    gamma,
-    chunk_indices,
-    cu_seqlens,
+    attend,  # [slots, C, C] OPERAND
+    erase,  # [slots, C, C] COMPUTE
+    inverse,  # [slots, C, C] COMPUTE; its transpose in the backward pass
+    vectors,  # [slots, VECTORS, C] COMPUTE
+    gamma_S,  # [slots, C, C] COMPUTE
+    gamma_M,  # [slots, C, C] COMPUTE, or None: the forward pass
+    chunk_indices,  # [chunks, 2]: sequence and number of each chunk of a pack
+    cu_seqlens,  # [sequences + 1]
     time,
-    plane,
-    key_dim,
     scale,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
     BK: tl.constexpr,
+    BLOCK: tl.constexpr,
     L2NORM: tl.constexpr,
     P_TIMES_ALPHA: tl.constexpr,
     PACKED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    head = tl.program_id(1)
+    shape: tl.constexpr = Shape(H=H, HV=HV, K=K, V=0, C=C, BK=BK, BV=0)
+    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION)
+    chunk, head = locate_chunk(chunk_indices, cu_seqlens, time, HV, HV, C, PACKED)
     key_head = head // (HV // H)
-    first, left, row = locate_chunk(tl.program_id(0), chunk_indices, cu_seqlens, time, C, PACKED)
-
-    log_alpha_rows = load_gate(log_alpha, first, left, head, HV, C, COMPUTE)
-    log_mu_rows = load_gate(log_mu, first, left, head, HV, C, COMPUTE)
-    beta_rows = tl.reshape(load_gate(beta, first, left, head, HV, C, COMPUTE), [C // 16, 16])
-    alpha_blocks, abar_in = decay_parts(log_alpha_rows, C)
-    gamma_blocks, b_in, mu_blocks, mbar_in = gamma_in_blocks(
-        log_mu_rows, alpha_blocks, beta_rows, C, PRECISION, COMPUTE
-    )
-    x_rows, y_rows, abar, b, mbar, last_gamma, last_mu, abar_total, b_total, mbar_total = carry_over_blocks(
-        gamma_blocks, mu_blocks, abar_in, b_in, mbar_in, C, COMPUTE
-    )
-    decay = decays + (row * HV + head) * 4
-    tl.store(decay, abar_total)
-    tl.store(decay + 1, b_total)
-    tl.store(decay + 2, mbar_total)
-
-    # k writes into the states.
-    k_factor = inverse_norm(load_tile(k, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE)
-    write_s, write_m = k_factor * last_gamma, k_factor * last_mu
-    store_coefficients(coefficients, WRITE_WITHOUT_ETA, write_s, write_m, first, left, head, HV, plane, C)
-    eta_rows = load_gate(eta, first, left, head, HV, C, COMPUTE)
-    store_coefficients(coefficients, WRITE, eta_rows * write_s, eta_rows * write_m, first, left, head, HV, plane, C)
-    write_factor = k_factor * eta_rows
-
-    # q reads the states after its row.
-    q_factor = inverse_norm(load_tile(q, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE) * scale
-    store_reading_coefficients(
-        coefficients, QUERY, q_factor, abar_in, b_in, abar, b, mbar, first, left, head, HV, plane, C
-    )
-    gamma_tile = assemble(gamma_blocks, abar_in, b_in, x_rows, y_rows, C)
-    if gamma is not None:
-        store_tile(gamma, gamma_tile, first, left, head, HV, 0, C, C, C)
-    weighted = gamma_tile * q_factor[:, None] * write_factor[None, :]
-    weighted *= similarity(q, k, first, left, first, left, key_head, H, key_dim, K, C, 16, PRECISION, COMPUTE)
-    store_tile(scores, weighted, first, left, head, HV, 0, C, C, C)
-
+    slot = chunk.slot
+    square = slot * (C * C)
+    alpha = tl.exp(load_gate(log_alpha, chunk, head, HV, C, COMPUTE))
+    mu = tl.exp(load_gate(log_mu, chunk, head, HV, C, COMPUTE))
+    beta_rows = load_gate(beta, chunk, head, HV, C, COMPUTE)
+    eta_rows = load_gate(eta, chunk, head, HV, C, COMPUTE)
+    k_factor = inverse_norm(load_keys(k, chunk, key_head, shape), L2NORM, COMPUTE)
+    q_factor = inverse_norm(load_keys(q, chunk, key_head, shape), L2NORM, COMPUTE) * scale
     if p is None:
         probe = k
         p_factor = k_factor
     else:
         probe = p
-        p_factor = inverse_norm(load_tile(p, first, left, key_head, H, 0, K, C, BK), L2NORM, C, COMPUTE)
+        p_factor = inverse_norm(load_keys(p, chunk, key_head, shape), L2NORM, COMPUTE)
     if P_TIMES_ALPHA:
-        p_factor = p_factor * tl.exp(load_gate(log_alpha, first, left, head, HV, C, COMPUTE))
-    store_inverse(
-        inverse, coefficients, probe, k, log_alpha, log_mu, beta, p_factor, write_factor, x_rows, y_rows, abar, b, mbar,
-        first, left, head, key_head, plane, key_dim, H, HV, K, C, PRECISION, COMPUTE,
-    )  # fmt: skip
+        p_factor *= alpha
+    store_vector(vectors, alpha, slot, GATES, C)
+    store_vector(vectors, mu, slot, GATES + 1, C)
+    store_vector(vectors, beta_rows, slot, GATES + 2, C)
+    store_vector(vectors, eta_rows, slot, GATES + 3, C)
+    store_vector(vectors, k_factor, slot, K_FACTOR, C)
+    store_vector(vectors, q_factor, slot, Q_FACTOR, C)
+    store_vector(vectors, p_factor, slot, P_FACTOR, C)
+    tl.debug_barrier()
+
+    decays = write_gammas(vectors + (slot * VECTORS + GATES) * C, gamma_S, gamma_M, square, C, COMPUTE)
+    abar, b, mbar = decays.abar, decays.b, decays.mbar
+    store_vector(vectors, p_factor * abar, slot, READ_S, C)
+    store_vector(vectors, p_factor * b, slot, READ_M, C)
+    store_vector(vectors, q_factor * (alpha * abar), slot, QUERY_S, C)
+    store_vector(vectors, q_factor * (alpha * b + beta_rows * (mu * mbar)), slot, QUERY_M, C)
+    store_vector(vectors, k_factor * decays.write_S, slot, WRITE_S, C)
+    store_vector(vectors, k_factor * decays.write_M, slot, WRITE_M, C)
+    store_decays(vectors, decays.abar_end, decays.b_end, decays.mbar_end, slot, DECAYS, VECTORS, C)
+
+    # The products as they are, in the layout of tensor cores; what scales them is read, like them, row by row.
+    tl.store(square_at(erase, slot, C), inner_products(probe, k, chunk, key_head, shape, BLOCK, arithmetic))  # pk
+    tl.store(square_at(inverse, slot, C), inner_products(q, k, chunk, key_head, shape, BLOCK, arithmetic))  # qk
+    tl.debug_barrier()
+
+    k_columns = load_vector(vectors, slot, K_FACTOR, C)[None, :]
+    scaled = tl.load(square_at(erase, slot, C)) * load_row_before(gamma_S, slot, C)  # [C, C]
+    scaled *= load_vector(vectors, slot, P_FACTOR, C)[:, None] * k_columns
+    tl.store(square_at(erase, slot, C), scaled)
+    scaled = tl.load(square_at(inverse, slot, C)) * tl.load(square_at(gamma_S, slot, C))  # [C, C]
+    scaled *= load_vector(vectors, slot, Q_FACTOR, C)[:, None] * k_columns
+    tl.store(square_at(attend, slot, C), scaled.to(attend.dtype.element_ty))
+    # Blocks of the inverse that stay zero; all others are written below.
+    i, j = tl.arange(0, C)[:, None] // 16, tl.arange(0, C)[None, :] // 16
+    tl.store(square_at(inverse, slot, C), tl.zeros([C, C], COMPUTE), mask=(i > j) if BACKWARD else (i < j))
+    tl.debug_barrier()
+    invert(erase + square, inverse + square, C, BACKWARD, EXACT, COMPUTE)

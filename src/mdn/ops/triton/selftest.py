@@ -142,7 +142,7 @@ def main() -> int:
     where = "Triton's interpreter on the CPU" if interpreting() else torch.cuda.get_device_name(device)
     print(f"running on {where}\n{'case':<34}{'error':>10}{'allowed':>10}")
     if interpreting():
-        from mdn.ops.triton.interpreter import repair
+        from mdn.bench.gpu.interpreter import repair
 
         repair()
     checks = [(case.name, case.dtype, lambda case=case: run_case(case, device)) for case in CASES]

@@ -1,9 +1,8 @@
 """Tile sizes, warps and pipeline stages: one fixed choice per kernel, by K, operand width and GPU family.
 
-There is no autotuning, so nothing is tuned again for another length or batch, and a run is the same run every time.
-The choices come from the resources that `mdn bench kernels` reads off, not from timings; no kernel has run on a GPU.
-At K <= 128 nothing spills on sm_80 and sm_90; at K = 256 some kernels spill, and all fit the shared memory of an H100
-block. docs/kernels.md has the figures.
+There is no autotuning, so nothing is tuned again for another length, and a run is the same run every time. The choices
+come from machine code (static cycles, blocks per SM, spills: `mdn bench kernels`), not from timings; no kernel has run
+on a GPU. docs/kernels.md has the figures.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +26,11 @@ def assume_target(name: str) -> Iterator[None]:
         yield
     finally:
         _assumed_target = before
+
+
+def assumed_target() -> str | None:
+    """The GPU of `assume_target`: tensors stay on the CPU, and launches are compiled, counted or emulated."""
+    return _assumed_target
 
 
 def target_of(device: torch.device) -> str:
@@ -57,53 +61,59 @@ def power_of_two(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def choose_tile(kernel: str, key_dim: int, value_dim: int, itemsize: int, target: str, given_p: bool = False) -> Tile:
-    """The tile of a kernel for operands of ``itemsize`` bytes on a GPU."""
-    changes: dict[str, tuple[Tile, Tile]] = {}
-    if itemsize > 2:
-        changes = _FLOAT32_OPERANDS
-    else:
-        changes = next((found for family, found in _FAMILIES.items() if target.startswith(family)), changes)
+def choose_tile(
+    kernel: str, key_dim: int, value_dim: int, itemsize: int, target: str, given_p: bool = False, heads: int = 1024
+) -> Tile:
+    """The tile of a kernel for operands of ``itemsize`` bytes and ``heads`` sequences times value heads."""
     large = power_of_two(key_dim) > 128
-    tile = changes.get(kernel, _TILES[kernel])[large]
-    # A third [C, K] operand: at K > 128 two stages of it do not fit an H100 block.
-    stages = 1 if given_p and large else tile.stages
-    return Tile(min(tile.value_block, power_of_two(value_dim)), tile.warps, stages)
+    if itemsize > 2:
+        table = _FLOAT32_OPERANDS
+    else:
+        table = next((found for family, found in _FAMILIES.items() if target.startswith(family)), _TILES)
+    tile = table.get(kernel, _TILES[kernel])[large]
+    if kernel in _SCANS and heads * value_dim < 2 * _FEW_PROGRAMS * tile.value_block:
+        # Too few programs to fill the GPU: narrower tiles make more of them, and each turn of the loop is shorter.
+        tile = replace(tile, value_block=max(16, tile.value_block // 2))
+    if given_p and large:
+        tile = replace(tile, stages=max(1, tile.stages - 1))  # a third [C, K] operand in shared memory
+    return replace(tile, value_block=min(tile.value_block, power_of_two(value_dim)))
 
+
+_SCANS = ("forward_states", "rebuild_states", "backward_states", "decode")
+_FEW_PROGRAMS = 128
 
 # For each kernel: the choice for K <= 128, then for K > 128 (states twice as tall).
 _TILES = {
-    # No V. The [C, C] float32 matrices fill the registers: 8 warps share them.
-    "prepare": (Tile(16, 8, 1), Tile(16, 8, 1)),
-    "backward_gates": (Tile(16, 8, 1), Tile(16, 8, 1)),
-    # S and M stay in registers beside their copies as operands: 16 columns.
-    "forward_states": (Tile(16, 4, 2), Tile(16, 8, 1)),
-    # Only two products a chunk: 32 columns fit.
+    # A row of a [C, C] matrix is one number per thread: two warps hold it, more would only repeat the work.
+    "prepare": (Tile(16, 2, 2), Tile(16, 2, 2)),
+    "backward_gates": (Tile(16, 2, 1), Tile(16, 2, 1)),
+    # One stage: a second one spills, and two blocks of an SM cover each other's loads.
+    "forward_states": (Tile(16, 4, 1), Tile(16, 8, 1)),
     "rebuild_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
-    # dS and dM, but no copies of them as operands for long.
     "backward_states": (Tile(32, 8, 2), Tile(16, 8, 1)),
-    # One [C, C] sum in a loop over V.
-    "backward_scores": (Tile(32, 8, 2), Tile(32, 8, 1)),
-    # Two to four [C, K] sums live at once.
-    "backward_inputs": (Tile(32, 8, 1), Tile(32, 8, 1)),
+    "backward_scores": (Tile(64, 4, 2), Tile(64, 4, 2)),
+    "backward_inputs": (Tile(32, 8, 2), Tile(32, 8, 1)),
     # Bandwidth only: 128-byte rows, many small programs.
     "decode": (Tile(32, 4, 1), Tile(32, 8, 1)),
 }
 # What differs on a family of GPUs, for 16-bit operands.
-_FAMILIES = {
-    # Hopper's and data-centre Blackwell's tensor cores read operands from shared memory, of which they have more: at
-    # K = 256 a second stage keeps loads out of the registers.
-    "sm_9": {"backward_states": (Tile(32, 8, 2), Tile(16, 8, 2))},
-    # The same; and with 4 warps forward_states spills there at K <= 128.
-    "sm_10": {"forward_states": (Tile(16, 8, 2), Tile(16, 8, 1)), "backward_states": (Tile(32, 8, 2), Tile(16, 8, 2))},
-    # 64 KB of shared memory: a second stage only where it is small. With 4 warps a CDNA thread has 512 registers.
-    "gfx": {"forward_states": (Tile(16, 4, 2), Tile(16, 4, 1)), "backward_states": (Tile(16, 4, 1), Tile(16, 8, 1))},
+_FAMILIES: dict[str, dict[str, tuple[Tile, Tile]]] = {
+    # Tensor cores read their operands from shared memory, of which there is more. With three stages a copy has a whole
+    # turn of the loop to arrive; with two it is waited for at once.
+    "sm_9": {
+        "forward_states": (Tile(32, 8, 3), Tile(16, 8, 2)),
+        "rebuild_states": (Tile(32, 4, 3), Tile(32, 8, 2)),
+        "backward_states": (Tile(32, 8, 3), Tile(16, 8, 2)),
+        "backward_scores": (Tile(64, 4, 3), Tile(64, 4, 3)),
+        "backward_inputs": (Tile(64, 8, 3), Tile(32, 8, 2)),
+    },
 }
 # float32 operands: twice the bytes and, in tf32x3, three times the products. Smaller tiles, no second pipeline stage;
-# they spill all the same, on sm_80 far less with 8 warps than with 4. Train with 16-bit inputs; float32 is for checks.
+# they spill all the same. Train with bfloat16 inputs; float32 and float16 are for checks.
 _FLOAT32_OPERANDS = {
+    "prepare": (Tile(16, 4, 1), Tile(16, 4, 1)),
     "forward_states": (Tile(16, 8, 1), Tile(16, 8, 1)),
-    "rebuild_states": (Tile(32, 4, 1), Tile(16, 8, 1)),
+    "rebuild_states": (Tile(16, 8, 1), Tile(16, 8, 1)),
     "backward_states": (Tile(16, 8, 1), Tile(16, 8, 1)),
     "backward_scores": (Tile(32, 8, 1), Tile(32, 8, 1)),
     "backward_inputs": (Tile(32, 8, 1), Tile(16, 8, 1)),

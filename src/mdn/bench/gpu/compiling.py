@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mdn.ops.triton.launcher import Launch
+from mdn.ops.triton.host import Launch
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -130,6 +130,20 @@ def _reduction(original: Callable) -> Callable:
     return repaired
 
 
+def _generic_scan(self: Any, input: Any) -> list[Any]:
+    """`tl.associative_scan`, a whole slice at a time: as shipped it calls the combining function once per element."""
+    slices = [np.moveaxis(tensor.handle.data, self.axis, 0) for tensor in input]
+    totals = [[part[0]] for part in slices]
+    for i in range(1, len(slices[0])):
+        before = [self.to_tensor(total[-1], tensor.dtype) for total, tensor in zip(totals, input)]
+        here = [self.to_tensor(np.ascontiguousarray(part[i]), tensor.dtype) for part, tensor in zip(slices, input)]
+        joined = self.combine_fn.fn(*before, *here)
+        for total, result in zip(totals, joined if isinstance(joined, tuple) else (joined,)):
+            total.append(result.handle.data.reshape(total[0].shape))
+    stacked = [np.ascontiguousarray(np.moveaxis(np.stack(total), 0, self.axis)) for total in totals]
+    return [self.to_tensor(data, tensor.dtype) for data, tensor in zip(stacked, input)]
+
+
 def _rounded(tensor: Any) -> Any:
     kind = tl.block_type(tl.bfloat16, list(tensor.shape)) if tensor.type.is_block() else tl.bfloat16
     return tl.core.tensor(_bfloat16(tensor.handle.data), kind)
@@ -148,6 +162,7 @@ def repair(emulate_tf32: bool = False) -> None:
         setattr(builder, name, _cast(getattr(builder, name)))
     if not hasattr(builder, "get_bf16"):  # Triton 3.7
         builder.get_bf16 = lambda self, value: _bfloat16(np.array([value], dtype=np.float32))
+    stock.ScanOps.generic_scan = _generic_scan
     stock.ReduceScanOpInterface.apply = _reduction(stock.ReduceScanOpInterface.apply)
     _repaired = True
 

@@ -1,0 +1,289 @@
+"""Kernels that walk along a sequence with S and M (or their gradients) in registers: one program per (sequence, value
+head, tile of V columns).
+
+    forward_states   chunks in order: o, the residual R and the states after the sequence
+    rebuild_states   chunks in order, from R: the states before each chunk
+    backward_states  chunks in reverse: the gradient of target (which is that of v) and of the states after each chunk
+
+A chunk waits for the one before, so what counts is how long one turn of the loop takes: products one after the other,
+each started and waited for. Therefore S and M share one accumulator X [BK, 2 BV] with their columns alternating. The
+products p X, q X and k^T [write_S R | -write_M R] are one each: five in a row instead of eight, and twice as wide. A
+thread of a tensor-core result holds pairs of neighbouring columns, so taking X apart and putting it together moves
+nothing. All loads of a turn stand at its top, above every store: the compiler cannot move a load across a store, and
+the pipeline of asynchronous copies begins with them.
+"""
+
+import triton
+import triton.language as tl
+
+from mdn.ops.triton.device import (
+    DECAYS,
+    QUERY_M,
+    QUERY_S,
+    READ_M,
+    READ_S,
+    RUNTIME_NUMBERS,
+    VECTORS,
+    WRITE_M,
+    WRITE_S,
+    Arithmetic,
+    Shape,
+    add_product,
+    chunk_at,
+    load_decays,
+    load_keys,
+    load_values,
+    load_vector,
+    locate_scan,
+    product,
+    square_at,
+    state_at,
+    store_values,
+)
+
+
+@triton.jit
+def join_columns(of_S, of_M):
+    """[n, BV] and [n, BV] to [n, 2 BV], columns alternating."""
+    return tl.reshape(tl.join(of_S, of_M), [of_S.shape[0], 2 * of_S.shape[1]])
+
+
+@triton.jit
+def split_columns(pair):
+    """The inverse of `join_columns`."""
+    return tl.split(tl.reshape(pair, [pair.shape[0], pair.shape[1] // 2, 2]))
+
+
+@triton.jit
+def load_states(states, scan, sequences, shape, COMPUTE: tl.constexpr):
+    """X [BK, 2 BV] from states [2, N, HV, K, V] at the end of a sequence, or zeros when there are none."""
+    if states is None:
+        return tl.zeros([shape.BK, 2 * shape.BV], COMPUTE)
+    else:
+        offsets, mask = state_at(scan.column, shape, shape.BV)
+        offsets += (scan.sequence * shape.HV + scan.head).to(tl.int64) * (shape.K * shape.V)
+        momentum = sequences.to(tl.int64) * (shape.HV * shape.K * shape.V)
+        S = tl.load(states + offsets, mask=mask, other=0.0)
+        M = tl.load(states + momentum + offsets, mask=mask, other=0.0)
+        return join_columns(S.to(COMPUTE), M.to(COMPUTE))
+
+
+@triton.jit
+def store_states(states, X, scan, sequences, shape):
+    """The inverse of `load_states`; does nothing when nobody wants the states."""
+    if states is not None:
+        offsets, mask = state_at(scan.column, shape, shape.BV)
+        offsets += (scan.sequence * shape.HV + scan.head).to(tl.int64) * (shape.K * shape.V)
+        momentum = sequences.to(tl.int64) * (shape.HV * shape.K * shape.V)
+        S, M = split_columns(X)
+        tl.store(states + offsets, S.to(states.dtype.element_ty), mask=mask)
+        tl.store(states + momentum + offsets, M.to(states.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_chunk_states(states, X, slot, column, shape):
+    """X into states [slots, 2, K, V] in the operand dtype: later kernels use them as operands of products only."""
+    offsets, mask = state_at(column, shape, shape.BV)
+    S_at = states + slot * (2 * shape.K * shape.V) + offsets
+    S, M = split_columns(X)
+    tl.store(S_at, S.to(states.dtype.element_ty), mask=mask)
+    tl.store(S_at + shape.K * shape.V, M.to(states.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_pair(vectors, slot, OF_S: tl.constexpr, OF_M: tl.constexpr, C: tl.constexpr):
+    """Two vectors as columns [C, 1]: what multiplies products with S and with M."""
+    return load_vector(vectors, slot, OF_S, C)[:, None], load_vector(vectors, slot, OF_M, C)[:, None]
+
+
+@triton.jit
+def advance(X, keys, R, writes, decays, arithmetic):
+    """X after a chunk (8), from X before it, keys = k^T [BK, C], its residual R [C, BV] as it was rounded, the vectors
+    (write_S, write_M) and the decays (abar, b, mbar)."""
+    abar, b, mbar = decays
+    S, M = split_columns(X)
+    wide = R.to(arithmetic.COMPUTE)
+    written = join_columns(writes[0] * wide, -writes[1] * wide).to(arithmetic.OPERAND)  # [C, 2 BV]
+    return add_product(join_columns(abar * S - b * M, mbar * M), keys, written, arithmetic)
+
+
+@triton.jit(do_not_specialize=RUNTIME_NUMBERS)
+def forward_states_kernel(
+    q,  # [tokens, H, K], as are k and p
+    k,
+    p,  # or None: k
+    v,  # [tokens, HV, V]
+    attend,  # [slots, C, C] OPERAND
+    erase,  # [slots, C, C] COMPUTE, or None: no refinement
+    inverse,  # [slots, C, C] COMPUTE
+    vectors,  # [slots, VECTORS, C] COMPUTE
+    initial_state,  # [2, N, HV, K, V], or None: zeros
+    o,  # [tokens, HV, V]
+    residual,  # [tokens, HV, V], or None
+    final_state,  # [2, N, HV, K, V]
+    cu_seqlens,  # [sequences + 1]
+    time,
+    sequences,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    shape: tl.constexpr = Shape(H=H, HV=HV, K=K, V=V, C=C, BK=BK, BV=BV)
+    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION)
+    scan = locate_scan(cu_seqlens, time, shape, PACKED)
+    X = load_states(initial_state, scan, sequences, shape, COMPUTE)
+
+    for number in range(tl.cdiv(scan.length, C)):
+        chunk = chunk_at(scan.begin, scan.length, scan.sequence, number, scan.head, HV, C)
+        k_tile = load_keys(k, chunk, scan.key_head, shape).to(OPERAND)  # [C, BK]
+        if p is None:
+            p_tile = k_tile
+        else:
+            p_tile = load_keys(p, chunk, scan.key_head, shape).to(OPERAND)
+        q_tile = load_keys(q, chunk, scan.key_head, shape).to(OPERAND)
+        v_tile = load_values(v, chunk, scan.head, scan.column, shape)  # [C, BV]
+        inverse_tile = tl.load(square_at(inverse, chunk.slot, C))  # [C, C]
+        attend_tile = tl.load(square_at(attend, chunk.slot, C))  # [C, C]
+        read_S, read_M = load_pair(vectors, chunk.slot, READ_S, READ_M, C)
+        query_S, query_M = load_pair(vectors, chunk.slot, QUERY_S, QUERY_M, C)
+        writes = load_pair(vectors, chunk.slot, WRITE_S, WRITE_M, C)
+        decays = load_decays(vectors, chunk.slot, DECAYS, VECTORS, C)
+
+        operand = X.to(OPERAND)
+        of_S, of_M = split_columns(product(p_tile, operand, arithmetic))
+        target = v_tile.to(COMPUTE) - read_S * of_S + read_M * of_M  # (6) [C, BV]
+        of_S, of_M = split_columns(product(q_tile, operand, arithmetic))
+        out = query_S * of_S - query_M * of_M
+        R = product(inverse_tile, target, arithmetic)
+        if erase is not None:
+            # A stored inverse loses digits that substitution keeps; one step of refinement brings them back.
+            erase_tile = tl.load(square_at(erase, chunk.slot, C))
+            rest = target - R - product(erase_tile, R, arithmetic)
+            R = add_product(R, inverse_tile, rest, arithmetic)
+        # As it is saved: the backward pass rebuilds the states from it.
+        R = R.to(v.dtype.element_ty)
+        X = advance(X, tl.trans(k_tile), R, writes, decays, arithmetic)
+        out = add_product(out, attend_tile, R.to(OPERAND), arithmetic)  # (7)
+        if residual is not None:
+            store_values(residual, R, chunk, scan.head, scan.column, shape)
+        store_values(o, out, chunk, scan.head, scan.column, shape)
+
+    store_states(final_state, X, scan, sequences, shape)
+
+
+@triton.jit(do_not_specialize=RUNTIME_NUMBERS)
+def rebuild_states_kernel(
+    k,  # [tokens, H, K]
+    residual,  # [tokens, HV, V]
+    vectors,  # [slots, VECTORS, C] COMPUTE
+    initial_state,  # [2, N, HV, K, V], or None: zeros
+    states,  # [slots, 2, K, V] OPERAND: S and M before each chunk
+    cu_seqlens,  # [sequences + 1]
+    time,
+    sequences,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    shape: tl.constexpr = Shape(H=H, HV=HV, K=K, V=V, C=C, BK=BK, BV=BV)
+    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION)
+    scan = locate_scan(cu_seqlens, time, shape, PACKED)
+    X = load_states(initial_state, scan, sequences, shape, COMPUTE)
+
+    for number in range(tl.cdiv(scan.length, C)):
+        chunk = chunk_at(scan.begin, scan.length, scan.sequence, number, scan.head, HV, C)
+        k_tile = load_keys(k, chunk, scan.key_head, shape).to(OPERAND)  # [C, BK]
+        R = load_values(residual, chunk, scan.head, scan.column, shape)  # [C, BV]
+        writes = load_pair(vectors, chunk.slot, WRITE_S, WRITE_M, C)
+        decays = load_decays(vectors, chunk.slot, DECAYS, VECTORS, C)
+        store_chunk_states(states, X, chunk.slot, scan.column, shape)
+        X = advance(X, tl.trans(k_tile), R, writes, decays, arithmetic)
+
+
+@triton.jit(do_not_specialize=RUNTIME_NUMBERS)
+def backward_states_kernel(
+    grad_o,  # [tokens, HV, V]
+    q,  # [tokens, H, K], as are k and p
+    k,
+    p,  # or None: k
+    attend,  # [slots, C, C] OPERAND
+    erase,  # [slots, C, C] COMPUTE, or None: no refinement
+    inverse,  # [slots, C, C] COMPUTE: the transpose of the inverse
+    vectors,  # [slots, VECTORS, C] COMPUTE
+    grad_final_state,  # [2, N, HV, K, V], or None: zeros
+    grad_v,  # [tokens, HV, V]
+    grad_states,  # [slots, 2, K, V] OPERAND: gradients of S and M after each chunk
+    grad_initial_state,  # [2, N, HV, K, V], or None
+    cu_seqlens,  # [sequences + 1]
+    time,
+    sequences,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    shape: tl.constexpr = Shape(H=H, HV=HV, K=K, V=V, C=C, BK=BK, BV=BV)
+    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION)
+    scan = locate_scan(cu_seqlens, time, shape, PACKED)
+    grad_X = load_states(grad_final_state, scan, sequences, shape, COMPUTE)
+    chunks = tl.cdiv(scan.length, C)
+
+    for step in range(chunks):
+        chunk = chunk_at(scan.begin, scan.length, scan.sequence, chunks - 1 - step, scan.head, HV, C)
+        k_tile = load_keys(k, chunk, scan.key_head, shape).to(OPERAND)  # [C, BK]
+        if p is None:
+            p_tile = k_tile
+        else:
+            p_tile = load_keys(p, chunk, scan.key_head, shape).to(OPERAND)
+        q_tile = load_keys(q, chunk, scan.key_head, shape).to(OPERAND)
+        grad_o_tile = load_values(grad_o, chunk, scan.head, scan.column, shape).to(OPERAND)  # [C, BV]
+        inverse_tile = tl.load(square_at(inverse, chunk.slot, C))  # [C, C]
+        attend_tile = tl.load(square_at(attend, chunk.slot, C))  # [C, C]
+        read_S, read_M = load_pair(vectors, chunk.slot, READ_S, READ_M, C)
+        query_S, query_M = load_pair(vectors, chunk.slot, QUERY_S, QUERY_M, C)
+        write_S, write_M = load_pair(vectors, chunk.slot, WRITE_S, WRITE_M, C)
+        abar, b, mbar = load_decays(vectors, chunk.slot, DECAYS, VECTORS, C)
+
+        of_S, of_M = split_columns(product(k_tile, grad_X.to(OPERAND), arithmetic))
+        grad_R = write_S * of_S - write_M * of_M
+        grad_R = add_product(grad_R, tl.trans(attend_tile), grad_o_tile, arithmetic)  # (9) [C, BV]
+        grad_target = product(inverse_tile, grad_R, arithmetic)  # (10) [C, BV]
+        if erase is not None:
+            erase_tile = tl.load(square_at(erase, chunk.slot, C))
+            rest = grad_R - grad_target - product(tl.trans(erase_tile), grad_target, arithmetic)
+            grad_target = add_product(grad_target, inverse_tile, rest, arithmetic)
+        store_chunk_states(grad_states, grad_X, chunk.slot, scan.column, shape)
+        # (11)
+        grad_S, grad_M = split_columns(grad_X)
+        grad_X = join_columns(abar * grad_S, mbar * grad_M - b * grad_S)
+        wide = grad_o_tile.to(COMPUTE)
+        asked = join_columns(query_S * wide, -query_M * wide).to(OPERAND)  # [C, 2 BV]
+        grad_X = add_product(grad_X, tl.trans(q_tile), asked, arithmetic)
+        probed = join_columns(-read_S * grad_target, read_M * grad_target).to(OPERAND)  # [C, 2 BV]
+        grad_X = add_product(grad_X, tl.trans(p_tile), probed, arithmetic)
+        store_values(grad_v, grad_target, chunk, scan.head, scan.column, shape)
+
+    store_states(grad_initial_state, grad_X, scan, sequences, shape)
