@@ -271,10 +271,10 @@ class Walk:
             (instruction.signals, LATENCY.get(family, OTHER_LATENCY)),
             (instruction.signals_read, OPERANDS_READ),
         )
-        for board, latency in latencies:
-            if board is not None:
-                self.ready[board] = max(self.ready[board], self.now + latency)
-                self.source[board] = family
+        for signalled, latency in latencies:
+            if signalled is not None:
+                self.ready[signalled] = max(self.ready[signalled], self.now + latency)
+                self.source[signalled] = family
         self.now += instruction.stall
         self.total.issued += 1
         self.values.execute(instruction)
