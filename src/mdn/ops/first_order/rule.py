@@ -149,7 +149,7 @@ class Rule:
         return check_scale(scale, tensors.q)
 
     def check_hints(self, hints: Mapping[str, Any]) -> None:
-        """Further arguments of FLA's function: hints go to its kernels and mean nothing elsewhere; others are errors."""
+        """Further arguments of FLA's function: hints go to its kernels, and mean nothing elsewhere; others raise."""
         for name, value in hints.items():
             if name in REFUSED and value:
                 raise ValueError(f"{name}={value!r} is not supported: {REFUSED[name]}")
