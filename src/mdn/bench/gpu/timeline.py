@@ -160,6 +160,9 @@ class Values:
             self.set(ops[0], None if None in halves else (halves[0] or 0) << 16 | (halves[1] or 0))
         elif name in ("SEL", "USEL") and values[3] is not None:
             self.set(ops[0], values[1] if values[3] else values[2])
+        elif name == "IMAD.X" and None not in values[1:5]:
+            a, b, c, carry = (value or 0 for value in values[1:5])
+            self.set(ops[0], (a * b + c + carry) & 0xFFFFFFFF)
         elif re.fullmatch(r"U?IADD3(\.X)?|VIADD", name):
             self._add(name, ops, before)
         elif re.match(r"U?ISETP", name):

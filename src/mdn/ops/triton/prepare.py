@@ -21,6 +21,7 @@ from mdn.ops.triton.device import (
     DECAYS,
     GATES,
     K_FACTOR,
+    L2NORM_EPS,
     P_FACTOR,
     Q_FACTOR,
     QUERY_M,
@@ -231,27 +232,32 @@ def prepare_kernel(
     alpha = tl.exp(load_gate(log_alpha, chunk, head, HV, C, COMPUTE))
     mu = tl.exp(load_gate(log_mu, chunk, head, HV, C, COMPUTE))
     beta_rows = load_gate(beta, chunk, head, HV, C, COMPUTE)
-    eta_rows = load_gate(eta, chunk, head, HV, C, COMPUTE)
-    k_factor = inverse_norm(load_keys(k, chunk, key_head, shape), L2NORM, COMPUTE)
-    q_factor = inverse_norm(load_keys(q, chunk, key_head, shape), L2NORM, COMPUTE) * scale
-    if p is None:
-        probe = k
-        p_factor = k_factor
-    else:
-        probe = p
-        p_factor = inverse_norm(load_keys(p, chunk, key_head, shape), L2NORM, COMPUTE)
-    if P_TIMES_ALPHA:
-        p_factor *= alpha
     store_vector(vectors, alpha, slot, GATES, C)
     store_vector(vectors, mu, slot, GATES + 1, C)
     store_vector(vectors, beta_rows, slot, GATES + 2, C)
-    store_vector(vectors, eta_rows, slot, GATES + 3, C)
-    store_vector(vectors, k_factor, slot, K_FACTOR, C)
-    store_vector(vectors, q_factor, slot, Q_FACTOR, C)
-    store_vector(vectors, p_factor, slot, P_FACTOR, C)
+    store_vector(vectors, load_gate(eta, chunk, head, HV, C, COMPUTE), slot, GATES + 3, C)
+    q_factor = inverse_norm(load_keys(q, chunk, key_head, shape), L2NORM, COMPUTE) * scale
     tl.debug_barrier()
 
     decays = write_gammas(vectors + (slot * VECTORS + GATES) * C, gamma_S, gamma_M, square, C, COMPUTE)
+    # The products as they are, in the layout of tensor cores; what scales them is read, like them, row by row.
+    probe = k if p is None else p
+    tl.store(square_at(erase, slot, C), inner_products(probe, k, chunk, key_head, shape, BLOCK, arithmetic))  # pk
+    tl.store(square_at(inverse, slot, C), inner_products(q, k, chunk, key_head, shape, BLOCK, arithmetic))  # qk
+    tl.debug_barrier()
+
+    if p is None and L2NORM:
+        # The lengths of the keys stand on the diagonal of k k^T.
+        k_factor = 1.0 / tl.sqrt(tl.load(erase + square + tl.arange(0, C) * (C + 1)) + L2NORM_EPS)
+        p_factor = k_factor
+    else:
+        k_factor = inverse_norm(load_keys(k, chunk, key_head, shape), L2NORM, COMPUTE)
+        p_factor = inverse_norm(load_keys(probe, chunk, key_head, shape), L2NORM, COMPUTE)
+    if P_TIMES_ALPHA:
+        p_factor *= alpha
+    store_vector(vectors, k_factor, slot, K_FACTOR, C)
+    store_vector(vectors, q_factor, slot, Q_FACTOR, C)
+    store_vector(vectors, p_factor, slot, P_FACTOR, C)
     abar, b, mbar = decays.abar, decays.b, decays.mbar
     store_vector(vectors, p_factor * abar, slot, READ_S, C)
     store_vector(vectors, p_factor * b, slot, READ_M, C)
@@ -260,10 +266,6 @@ def prepare_kernel(
     store_vector(vectors, k_factor * decays.write_S, slot, WRITE_S, C)
     store_vector(vectors, k_factor * decays.write_M, slot, WRITE_M, C)
     store_decays(vectors, decays.abar_end, decays.b_end, decays.mbar_end, slot, DECAYS, VECTORS, C)
-
-    # The products as they are, in the layout of tensor cores; what scales them is read, like them, row by row.
-    tl.store(square_at(erase, slot, C), inner_products(probe, k, chunk, key_head, shape, BLOCK, arithmetic))  # pk
-    tl.store(square_at(inverse, slot, C), inner_products(q, k, chunk, key_head, shape, BLOCK, arithmetic))  # qk
     tl.debug_barrier()
 
     k_columns = load_vector(vectors, slot, K_FACTOR, C)[None, :]

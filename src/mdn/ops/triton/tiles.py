@@ -73,7 +73,7 @@ def choose_tile(
     tile = table.get(kernel, _TILES[kernel])[large]
     if kernel in _SCANS and heads * value_dim < 2 * _FEW_PROGRAMS * tile.value_block:
         # Too few programs to fill the GPU: narrower tiles make more of them, and each turn of the loop is shorter.
-        tile = replace(tile, value_block=max(16, tile.value_block // 2))
+        tile = replace(tile, value_block=max(16, tile.value_block // 2), warps=max(4, tile.warps // 2))
     if given_p and large:
         tile = replace(tile, stages=max(1, tile.stages - 1))  # a third [C, K] operand in shared memory
     return replace(tile, value_block=min(tile.value_block, power_of_two(value_dim)))
