@@ -107,7 +107,7 @@ def test_the_momentum_rule_is_exact_for_all_gates(backend: str, gates: str) -> N
 @pytest.mark.parametrize(("backend", "rule"), FIRST)
 @pytest.mark.parametrize("gates", FIRST_ORDER_GATES)
 def test_the_first_order_rules_are_exact_for_all_gates(backend: str, rule: str, gates: str) -> None:
-    check(Case(rule, gates), backend)
+    check(Case(rule, gates, H=2, HV=4), backend)
 
 
 @every_backend
@@ -253,8 +253,8 @@ def test_pieces_with_states_passed_on_are_the_whole_with_gradients(backend: str,
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_a_token_that_is_not_finite_leaves_earlier_ones_alone(backend: str, rule: str, name: str) -> None:
     case = Case(rule, "mild" if rule != "momentum" else "layer", B=1, HV=1)
-    if (backend, rule) == ("torch", "momentum"):
-        pytest.xfail("within a chunk of the torch form 0 * NaN reaches earlier tokens")
+    if rule == "momentum" and backend in ("torch", "triton"):
+        pytest.xfail("within a chunk of these backends 0 * NaN reaches earlier tokens")
     inputs, compute = inputs_of(case), backend_form(case, backend)
     clean = compute(inputs)[0]
     for t in (5, 21, 36) if backend != "triton" else (21,):
@@ -394,7 +394,7 @@ def tokens_of(inputs: Tensors) -> Tensors:
 def test_decode_steps_are_the_definition_in_place_and_touch_no_other_slot(
     backend: str, rule: str, dtype: torch.dtype, slot_dtype: torch.dtype | None
 ) -> None:
-    case = Case(rule, "mixed", B=3, T=6, dtype=dtype, with_p=rule == "momentum" and slot_dtype is not None)
+    case = Case(rule, "mixed", B=3, T=6, H=2, HV=4, dtype=dtype, with_p=rule == "momentum" and slot_dtype is not None)
     inputs, slots = inputs_of(case), [4, 0, 3] if slot_dtype else [0, 1, 2]
     axis = 1 if rule == "momentum" else 0
     pools = {}
@@ -422,6 +422,7 @@ def test_decode_steps_are_the_definition_in_place_and_touch_no_other_slot(
     if "z_state" in pools:
         final["final_z"] = pools["z_state"][slots].unsqueeze(1)
     for name, x in final.items():
-        assert error_by_head(case, name, x, exact[name]) <= allowed[name], name
+        error = error_by_head(case, name, x, exact[name])
+        assert error <= allowed[name], f"{name}: {error:.1e} > {allowed[name]:.1e}"
     others = [slot for slot in range(pools["state"].shape[axis]) if slot not in slots]
     assert pools["state"].index_select(axis, torch.tensor(others, dtype=torch.long)).isnan().all()

@@ -129,7 +129,8 @@ def linear_attn_step(
     if not isinstance(z_state, Tensor) or z_state.shape != state.shape[:3] or z_state.dtype != state.dtype:
         given = [z_state.dtype, list(z_state.shape)] if isinstance(z_state, Tensor) else type(z_state).__name__
         raise ValueError(f"z_state must be {state.dtype} {list(state.shape[:3])}, as the state without V, got {given}")
-    o = LINEAR_ATTN.step(tensors, state, *options)
+    wide = v.to(torch.promote_types(v.dtype, torch.float32))  # so that o is rounded once, after the division
+    o = LINEAR_ATTN.step(tensors._replace(v=wide), state, *options)
     ones = z_state.new_ones(*v.shape[:2], 1)
     normaliser = LINEAR_ATTN.step(tensors._replace(v=ones), z_state.unsqueeze(-1), *options)
     return (o / (normaliser + EPSILON)).to(v.dtype)

@@ -1,0 +1,283 @@
+"""The faults: a dropped term, a swapped index, a wrong row, a missing gate, a border off by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    backend: str
+    fault: str
+    file: str
+    """in src/mdn/ops"""
+    old: str
+    """text that occurs once in the file"""
+    new: str
+    tests: str = ""
+    """which tests of the suite to run, as in `pytest -k`; empty: all"""
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.fault} ({self.file})"
+
+
+MATH, TORCH = "momentum/chunk_math.py", "momentum/chunk_torch.py"
+FORWARD, BACKWARD, CHUNK = "cpu/csrc/forward.cpp", "cpu/csrc/backward.cpp", "cpu/csrc/chunk.h"
+STATE, GATE_GRADIENTS, STEP = "cpu/csrc/state.h", "cpu/csrc/gate_gradients.h", "cpu/csrc/step.cpp"
+REFERENCE, INPUTS = "momentum/reference.py", "first_order/inputs.py"
+SCALAR, VECTOR, SCAN = "first_order/chunk_scalar.py", "first_order/chunk_vector.py", "first_order/state_scan.py"
+
+MUTANTS = (
+    # ------------------------------------------------------------------------------ the torch form of the momentum rule
+    Mutant(
+        "torch",
+        "eta is missing in the weights of the writes",
+        MATH,
+        "torch.mul(decay_mu.mT, _with_one(gates.eta).mT, out=gamma_M_out).mT",
+        "torch.mul(decay_mu.mT, _with_one(torch.ones_like(gates.eta)).mT, out=gamma_M_out).mT",
+    ),
+    Mutant(
+        "torch",
+        "erase uses the weights after the token instead of those before it",
+        MATH,
+        "torch.mul(pk_qk[:, :size], gamma_S[:, :-1, 1:], out=scratch.erase)",
+        "torch.mul(pk_qk[:, :size], gamma_S[:, 1:, 1:], out=scratch.erase).tril_(-1)",
+    ),
+    Mutant(
+        "torch",
+        "the momentum before a chunk is forgotten in the next fast weight",
+        MATH,
+        "        next_S.addcmul_(M, self.b_C[z], value=-1)\n",
+        "",
+    ),
+    Mutant(
+        "torch",
+        "segments of decays begin one token early",
+        MATH,
+        "ones.triu(1), out=out)",
+        "ones.triu(0), out=out)",
+    ),
+    Mutant(
+        "torch",
+        "gradient: the last momentum weights are not passed on",
+        MATH,
+        "    change_mu[:, -1] += grad_gamma_M_end  # (13), (15)\n",
+        "",
+    ),
+    Mutant(
+        "torch",
+        "gradient: p's share of log_alpha is missing",
+        MATH,
+        "        gates.log_alpha.add_(along_p)  # (17): p is proportional to alpha\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "torch",
+        "gradient: S and M are swapped in what is carried to the chunk before",
+        MATH,
+        "grad_M0.addcmul_(grad_S, self.b_C[z], value=-1)",
+        "grad_M0.addcmul_(grad_M, self.b_C[z], value=-1)",
+    ),
+    Mutant(
+        "torch",
+        "gradient: the write of momentum does not reach k",
+        MATH,
+        "rows.addcmul_(pairs[:, :, 0], factors[..., :1]).addcmul_(pairs[:, :, 1], factors[..., 1:])",
+        "rows.addcmul_(pairs[:, :, 0], factors[..., :1])",
+    ),
+    Mutant(
+        "torch",
+        "gradient: the norm's projection is missing",
+        TORCH,
+        "            gradient.addcmul_(unit, along.unsqueeze(-1), value=-1)  # (18); the factor n is applied below\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "torch",
+        "gradient: states rebuilt between groups of chunks miss beta",
+        TORCH,
+        "torch.bmm((after * gates.beta).unsqueeze(1), decay_mu[:, 1:])",
+        "torch.bmm(after.unsqueeze(1), decay_mu[:, 1:])",
+    ),
+    Mutant(
+        "torch",
+        "gradient: value heads that share a key head are not added up",
+        TORCH,
+        "gradient = gradient.unflatten(0, (-1, shared)).sum(1)",
+        "gradient = gradient.unflatten(0, (-1, shared))[:, 0]",
+    ),
+    Mutant(
+        "torch",
+        "a gate of -inf is not clamped",
+        MATH,
+        "F.pad(log_gate.clamp(min=LOG_OF_ZERO) * LOG2_E, (1, 0))",
+        "F.pad(log_gate * LOG2_E, (1, 0))",
+    ),
+    Mutant(
+        "torch",
+        "tokens that fill a ragged chunk up are not neutral",
+        TORCH,
+        "rows = torch.where(group.valid.repeat_interleave(self.heads, dim=0), rows, 0.0)",
+        "pass",
+    ),
+    Mutant(
+        "torch",
+        "the step reads before it writes",
+        REFERENCE,
+        "    S.mul_(alpha[..., None, None]).addcmul_(M, beta[..., None, None], value=-1)\n"
+        "    o = torch.matmul(q.unsqueeze(-2), S).squeeze(-2)\n",
+        "    o = torch.matmul(q.unsqueeze(-2), S).squeeze(-2)\n"
+        "    S.mul_(alpha[..., None, None]).addcmul_(M, beta[..., None, None], value=-1)\n",
+    ),
+    Mutant(
+        "torch",
+        "the step does not write the momentum back into its slots",
+        REFERENCE,
+        "        state.M.index_copy_(0, state_indices, M)\n",
+        "",
+    ),
+    Mutant(
+        "recurrent",
+        "the momentum misses eta",
+        REFERENCE,
+        'torch.einsum("bhk,bhv->bhkv", eta[:, t, :, None] * k[:, t], r)',
+        'torch.einsum("bhk,bhv->bhkv", k[:, t], r)',
+    ),
+    # --------------------------------------------------------------------------------------------- the native kernel
+    Mutant(
+        "cpu",
+        "b is taken after the token in the target",
+        FORWARD,
+        "load(residual.row(i)) + sum * b[i])",
+        "load(residual.row(i)) + sum * b[i + 1])",
+    ),
+    Mutant(
+        "cpu",
+        "the output reads S0 with the decay before the token",
+        FORWARD,
+        "const float *abar = ws.gates.abar + 1, *b = ws.gates.b + 1;",
+        "const float *abar = ws.gates.abar, *b = ws.gates.b + 1;",
+    ),
+    Mutant("cpu", "eta is one", CHUNK, "gamma_M_i[i] = eta[i];", "gamma_M_i[i] = eta[i] != 0 ? 1 : 0;"),
+    Mutant(
+        "cpu",
+        "the weights of momentum lose a block of 16 columns at its border",
+        CHUNK,
+        "return std::min(chunk.C, round_up(r + 1));",
+        "return std::min(chunk.C, round_up(r));",
+    ),
+    Mutant(
+        "cpu",
+        "the momentum is not subtracted from the next fast weight",
+        STATE,
+        "load(before.S.row(i)) * abar_C - load(before.M.row(i)) * b_C + sum);",
+        "load(before.S.row(i)) * abar_C + sum);",
+    ),
+    Mutant(
+        "cpu",
+        "gradient: the adjoint of mbar misses beta",
+        GATE_GRADIENTS,
+        "adjoint_mbar = beta_i * adjoint_b + mu_after * adjoint_mbar;",
+        "adjoint_mbar = adjoint_b + mu_after * adjoint_mbar;",
+    ),
+    Mutant(
+        "cpu",
+        "gradient: the row before is the row itself",
+        GATE_GRADIENTS,
+        "const float *gamma_S_before = gates.gamma_S.row(i), *gamma_M_before = gates.gamma_M.row(i);",
+        "const float *gamma_S_before = gates.gamma_S.row(i), *gamma_M_before = gates.gamma_M.row(i + 1);",
+    ),
+    Mutant(
+        "cpu",
+        "gradient: the states before the last chunk but one are not rebuilt",
+        BACKWARD,
+        "for (long i = 0; i + 1 < chunks; ++i) {",
+        "for (long i = 0; i + 2 < chunks; ++i) {",
+    ),
+    Mutant(
+        "cpu",
+        "gradient: the write of momentum does not reach the values",
+        BACKWARD,
+        "load(grad_target.row(i)) - sum * write_M[i]);",
+        "load(grad_target.row(i)));",
+    ),
+    Mutant("cpu", "the step forgets eta", STEP, "load(head.r + c) * -head.eta;", "load(head.r + c) * -1.0f;"),
+    Mutant(
+        "cpu",
+        "the step uses the wrong key head",
+        STEP,
+        "value_head / (step.value_heads / step.key_heads)",
+        "value_head % step.key_heads",
+    ),
+    Mutant(
+        "cpu",
+        "the step ignores slots",
+        STEP,
+        "    const long slot = step.slots != nullptr ? step.slots[row] : row;\n    const long key_row",
+        "    const long slot = row;\n    const long key_row",
+    ),
+    # ---------------------------------------------------------------------------------------- the first-order rules
+    Mutant(
+        "torch",
+        "value heads use key heads in turns instead of in groups",
+        INPUTS,
+        "x.repeat_interleave(heads // x.shape[-2], -2)",
+        "torch.cat([x] * (heads // x.shape[-2]), -2)",
+    ),
+    Mutant(
+        "torch",
+        "a step does not write back into a state with gaps",
+        "first_order/reference.py",
+        "        state.copy_(S.view(state.shape))\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "torch",
+        "scalar decay: erase sees the row of the token itself",
+        SCALAR,
+        "* one_row_down(gamma_S)",
+        "* gamma_S.tril(-1)",
+    ),
+    Mutant(
+        "torch",
+        "scalar decay: probes are not decayed from the chunk's start",
+        SCALAR,
+        "one_row_down(abar, first=1.0) * p)",
+        "p)",
+    ),
+    Mutant(
+        "torch",
+        "vector decay: a write is decayed once too often to the chunk's end",
+        VECTOR,
+        "following = F.pad(log_alpha[..., 1:, :], (0, 0, 0, 1))",
+        "following = log_alpha",
+    ),
+    Mutant(
+        "torch",
+        "vector decay: gradient of the decay one token late",
+        VECTOR,
+        "merge.earlier(grad_g)[..., 1:, :].add_(along_columns)",
+        "merge.earlier(grad_g)[..., :-1, :].add_(along_columns)",
+    ),
+    Mutant(
+        "torch",
+        "vector decay: rwkv7 drops what its erase key finds inside the chunk",
+        VECTOR,
+        "from_q[..., 0, :, :] @ v + from_q[..., 1, :, :] @ found",
+        "from_q[..., 0, :, :] @ v",
+    ),
+    Mutant(
+        "torch",
+        "state scan: gradient through the probes is missing",
+        SCAN,
+        "                grad_before -= probes[now].transpose(-1, -2) @ grad_residual\n",
+        "",
+    ),
+    Mutant(
+        "torch",
+        "state scan: finished sequences are put back in the wrong order",
+        SCAN,
+        "torch.cat(finished[::-1])",
+        "torch.cat(finished)",
+    ),
+)
