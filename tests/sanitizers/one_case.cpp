@@ -163,6 +163,29 @@ void run_step(const Switches& on) {
     failures += mdn_step(&x) != 2;  // a slot out of range is refused
 }
 
+// Every format and every way to divide a batch into rows, with a panel that is not full.
+void run_linear(long format, long batch) {
+    const long depth = 64, outputs = 35, panels = 3;
+    MdnLinear x = {};
+    x.batch = batch;
+    x.depth = depth;
+    x.outputs = outputs;
+    x.format = format;
+    x.threads = 2;
+    const long weights = panels * depth * 16, bytes = format == MDN_INT4 ? weights / 2 : weights;
+    uint8_t* random_bytes = fresh<uint8_t>(bytes);
+    for (long i = 0; i < bytes; ++i) random_bytes[i] = static_cast<uint8_t>(std::rand());
+    x.weights = format == MDN_BFLOAT16 ? random_values(weights, true) : random_bytes;
+    if (format == MDN_INT8) x.scales = random_floats(panels * 16);
+    if (format == MDN_INT4) x.scales = random_values(panels * depth / 32 * 16, true);
+    x.x = random_floats(batch * depth);
+    x.bias = batch % 2 == 0 ? random_floats(outputs) : nullptr;
+    x.y = fresh<float>(batch * outputs);
+    failures += mdn_linear(&x);
+    look_at("y", x.y, batch * outputs, false);
+    buffers.clear();
+}
+
 }  // namespace
 
 int main() {
@@ -173,6 +196,8 @@ int main() {
         run_step(on);
         buffers.clear();
     }
+    for (long format : {MDN_BFLOAT16, MDN_INT8, MDN_INT4})
+        for (long batch = 0; batch < 20; ++batch) run_linear(format, batch);
     std::printf("%ld failures\n", failures);
     return failures != 0;
 }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
-INTERFACE_VERSION = 2
+INTERFACE_VERSION = 3
 """MDN_INTERFACE_VERSION of csrc/interface.h"""
 
 
@@ -50,6 +50,15 @@ class Step(Structure):
         ("S_strides", c_int64 * 3),
         ("M_strides", c_int64 * 3),
         ("o", c_void_p),
+    ]
+
+
+class Linear(Structure):
+    """``MdnLinear``: a product with packed weights."""
+
+    _fields_ = [
+        *_fields(c_int64, "batch depth outputs format threads"),
+        *_fields(c_void_p, "weights scales x bias y"),
     ]
 
 
@@ -106,21 +115,22 @@ def _requested_instruction_sets() -> tuple[str, ...]:
 
 def _why_stale(loaded: ctypes.CDLL) -> str | None:
     """A library that was built from other sources would read the structs wrongly."""
-    expected = [INTERFACE_VERSION, ctypes.sizeof(Problem), ctypes.sizeof(Step)]
-    built = (c_int64 * 3)()
+    expected = [INTERFACE_VERSION, *map(ctypes.sizeof, (Problem, Step, Linear))]
+    built = (c_int64 * len(expected))()
     if hasattr(loaded, "mdn_interface"):
         loaded.mdn_interface(built)
     if list(built) == expected:
         return None
     return (
-        f"{Path(loaded._name).name} was built from other sources (interface {built[0] or 1}, struct sizes "
-        f"{built[1]} and {built[2]}) than this version of mdn (interface {expected[0]}, {expected[1]} and "
-        f"{expected[2]}): rebuild it with `python setup.py build_ext --inplace` or reinstall the package"
+        f"{Path(loaded._name).name} was built from other sources (interface version and struct sizes {list(built)}) "
+        f"than this version of mdn ({expected}): rebuild it with `python setup.py build_ext --inplace` "
+        "or reinstall the package"
     )
 
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    for name, argument in (("mdn_forward", Problem), ("mdn_backward", Problem), ("mdn_step", Step)):
+    functions = {"mdn_forward": Problem, "mdn_backward": Problem, "mdn_step": Step, "mdn_linear": Linear}
+    for name, argument in functions.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = [POINTER(argument)], c_int
     loaded.mdn_supports.argtypes, loaded.mdn_supports.restype = [c_char_p], c_int

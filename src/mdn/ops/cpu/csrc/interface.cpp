@@ -14,8 +14,9 @@ extern "C" int mdn_supports(const char* instruction_set) {
     return 0;
 }
 
-extern "C" void mdn_interface(int64_t version_and_sizes[3]) {
+extern "C" void mdn_interface(int64_t version_and_sizes[4]) {
     version_and_sizes[0] = MDN_INTERFACE_VERSION;
     version_and_sizes[1] = sizeof(MdnProblem);
     version_and_sizes[2] = sizeof(MdnStep);
+    version_and_sizes[3] = sizeof(MdnLinear);
 }

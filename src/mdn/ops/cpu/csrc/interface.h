@@ -13,7 +13,7 @@
 #define MDN_PUBLIC __attribute__((visibility("default")))
 
 // Raised whenever a struct or the meaning of a field changes; Python refuses a library built with another one.
-#define MDN_INTERFACE_VERSION 2
+#define MDN_INTERFACE_VERSION 3
 
 extern "C" {
 
@@ -61,14 +61,31 @@ struct MdnStep {
     void* o;                                       // [B, HV, V]
 };
 
+// Formats of packed weights.
+#define MDN_BFLOAT16 0
+#define MDN_INT8 1
+#define MDN_INT4 2
+
+// y = x W^T + bias. W is packed in panels of 16 outputs, its rows padded with zeros to a multiple of 16 and its columns
+// (inputs) to a multiple of 32; `depth` counts the padding, x is padded likewise.
+struct MdnLinear {
+    int64_t batch, depth, outputs, format, threads;
+    const void* weights;  // [panels, depth / n, 16, n], n = 2 bfloat16, 4 int8 or 8 int4 (first one lowest)
+    const void* scales;   // null; [panels, 16] float32 (int8); [panels, depth / 32, 16] bfloat16 (int4)
+    const float* x;       // [batch, depth]
+    const float* bias;    // [outputs] or null
+    float* y;             // [batch, outputs]
+};
+
 // All return 0, or 1 when memory ran out; mdn_step returns 2 when a slot is out of range (nothing has been changed).
 MDN_PUBLIC int mdn_forward(const MdnProblem* problem);
 MDN_PUBLIC int mdn_backward(const MdnProblem* problem);
 MDN_PUBLIC int mdn_step(const MdnStep* step);
+MDN_PUBLIC int mdn_linear(const MdnLinear* linear);
 
 // Whether this processor and its system can run the variant of that name: "baseline", "avx2" or "avx512".
 MDN_PUBLIC int mdn_supports(const char* instruction_set);
 
-// The interface version, sizeof(MdnProblem), sizeof(MdnStep).
-MDN_PUBLIC void mdn_interface(int64_t version_and_sizes[3]);
+// The interface version, sizeof(MdnProblem), sizeof(MdnStep), sizeof(MdnLinear).
+MDN_PUBLIC void mdn_interface(int64_t version_and_sizes[4]);
 }

@@ -1,0 +1,126 @@
+"""Linear layers with packed weights of 16, 8 or 4 bits, for decoding on a CPU: activations and sums are float32.
+
+| format | a weight is | bits per weight |
+|---|---|---|
+| ``bf16`` | rounded to bfloat16; exact for a bfloat16 checkpoint | 16 |
+| ``int8`` | an integer from -127 to 127 times one float32 scale per output | 8 |
+| ``int4`` | an integer from -8 to 7 times one bfloat16 scale per output and group of 32 inputs | 4.5 |
+
+A step of decoding reads every weight once, so fewer bytes are a faster step. The kernel is made for 1 to 16 rows of x;
+it takes any number, but from some dozens on a float32 matrix product is faster.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mdn.ops.cpu.bindings import Linear, check_result, library, optional_values, values
+
+PANEL, GROUP = 16, 32
+"""outputs that are packed together; inputs per scale of ``int4``, to a multiple of which all formats are padded"""
+FORMATS = ("bf16", "int8", "int4")
+"""in the order of MDN_BFLOAT16, MDN_INT8, MDN_INT4"""
+SMALL = 1 << 16
+"""weights below which one thread is fastest"""
+
+
+class PackedWeight(NamedTuple):
+    """A weight matrix [outputs, inputs] as the kernel reads it (csrc/interface.h, ``MdnLinear``)."""
+
+    format: str
+    outputs: int
+    inputs: int
+    weights: Tensor
+    """[panels, inputs / n, 16, n] with n = 2 bfloat16 or 4 int8; [panels, inputs / 8, 16, 4] uint8, two int4 each"""
+    scales: Tensor | None
+    """None; [panels, 16] float32 (int8); [panels, inputs / 32, 16] bfloat16 (int4)"""
+
+
+def pack(weight: Tensor, format: str) -> PackedWeight:
+    """``weight`` [outputs, inputs], any float dtype, rounded to one of ``FORMATS``."""
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if weight.dim() != 2 or not weight.is_floating_point() or not weight.is_cpu:
+        given = f"{list(weight.shape)} {weight.dtype} on {weight.device}"
+        raise ValueError(f"weight must be a floating-point CPU matrix [outputs, inputs], got {given}")
+    outputs, inputs = weight.shape
+    weight = weight.detach()
+    padded = F.pad(weight, (0, -inputs % GROUP, 0, -outputs % PANEL))
+    if not padded.isfinite().all():
+        raise ValueError("weight must be finite to be packed")
+    if format == "bf16":
+        return PackedWeight(format, outputs, inputs, _interleaved(padded.bfloat16(), 2), None)
+    padded = padded.float()
+    if format == "int8":
+        scales = padded.abs().amax(1) / 127
+        integers = (padded / _nonzero(scales)[:, None]).round().to(torch.int8)
+        return PackedWeight(format, outputs, inputs, _interleaved(integers, 4), scales.view(-1, PANEL))
+    groups = padded.unflatten(1, (-1, GROUP))
+    # The number of the largest magnitude becomes -8, whatever its sign: of the 16 integers only -8 has no counterpart.
+    extremes = groups.gather(2, groups.abs().argmax(2, keepdim=True)).squeeze(2)
+    scales = (extremes / -8).bfloat16()
+    integers = (groups / _nonzero(scales.float())[..., None]).round().clamp(-8, 7).to(torch.int16).flatten(1) & 15
+    pairs = (integers[:, 0::2] | integers[:, 1::2] << 4).to(torch.uint8)
+    by_panel = scales.view(-1, PANEL, scales.shape[1]).transpose(1, 2).contiguous()
+    return PackedWeight(format, outputs, inputs, _interleaved(pairs, 4), by_panel)
+
+
+def unpack(packed: PackedWeight) -> Tensor:
+    """The weights [outputs, inputs] that the kernel computes with, float32."""
+    rows = packed.weights.transpose(1, 2).flatten(2).flatten(0, 1)
+    if packed.format == "bf16":
+        weight = rows.float()
+    elif packed.format == "int8":
+        assert packed.scales is not None
+        weight = rows.float() * packed.scales.view(-1, 1)
+    else:
+        assert packed.scales is not None
+        integers = torch.stack([rows & 15, rows >> 4], 2).flatten(1).to(torch.int16)
+        signed = integers - 16 * (integers > 7)
+        scales = packed.scales.transpose(1, 2).flatten(0, 1).float()
+        weight = (signed.float().unflatten(1, (-1, GROUP)) * scales[..., None]).flatten(1)
+    return weight[: packed.outputs, : packed.inputs]
+
+
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """``x`` [..., inputs] times the transposed weight, plus ``bias`` [outputs]: [..., outputs] in the dtype of x."""
+    if x.dim() == 0 or x.shape[-1] != packed.inputs:
+        raise ValueError(f"x must have {packed.inputs} inputs in its last dimension, got shape {list(x.shape)}")
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        raise ValueError("packed weights have no backward pass: call linear under torch.no_grad() or detach x")
+    rows = x.reshape(-1, packed.inputs)
+    depth = packed.inputs + -packed.inputs % GROUP
+    if depth != packed.inputs:
+        rows = F.pad(rows, (0, depth - packed.inputs))
+    rows = values("x", rows, torch.float32, (len(rows), depth))
+    bias = optional_values("bias", bias, torch.float32, (packed.outputs,))
+    y = torch.empty(len(rows), packed.outputs)
+    struct = Linear(
+        batch=len(rows),
+        depth=depth,
+        outputs=packed.outputs,
+        format=FORMATS.index(packed.format),
+        threads=1 if packed.outputs * depth < SMALL else torch.get_num_threads(),
+        weights=packed.weights.data_ptr(),
+        scales=None if packed.scales is None else packed.scales.data_ptr(),
+        x=rows.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        y=y.data_ptr(),
+    )
+    check_result(library().mdn_linear(byref(struct)))
+    return y.view(*x.shape[:-1], packed.outputs).to(x.dtype)
+
+
+def _interleaved(rows: Tensor, n: int) -> Tensor:
+    """[outputs, m] -> [panels, m / n, 16, n]: n neighbours of every output of a panel side by side."""
+    return rows.view(-1, PANEL, rows.shape[1] // n, n).transpose(1, 2).contiguous()
+
+
+def _nonzero(scales: Tensor) -> Tensor:
+    """Scales to divide by: a scale of zero has only zeros to divide."""
+    return torch.where(scales == 0, 1.0, scales)
