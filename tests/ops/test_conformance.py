@@ -253,8 +253,8 @@ def test_pieces_with_states_passed_on_are_the_whole_with_gradients(backend: str,
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_a_token_that_is_not_finite_leaves_earlier_ones_alone(backend: str, rule: str, name: str) -> None:
     case = Case(rule, "mild" if rule != "momentum" else "layer", B=1, HV=1)
-    if rule == "momentum" and backend in ("torch", "triton"):
-        pytest.xfail("within a chunk of these backends 0 * NaN reaches earlier tokens")
+    if (backend, rule) == ("triton", "momentum"):
+        pytest.xfail("within a chunk of the Triton kernels 0 * NaN reaches earlier tokens; containing it costs a pass")
     inputs, compute = inputs_of(case), backend_form(case, backend)
     clean = compute(inputs)[0]
     for t in (5, 21, 36) if backend != "triton" else (21,):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.chunking import ChunkGroup, Rectangle, Sequences, Slab, plan_slabs
+from mdn.ops.containment import at_the_end, damage_of, looks_damaged, repaired
 from mdn.ops.l2norm import L2NORM_EPS
 from mdn.ops.momentum.chunk_math import (
     ChunkGradients,
@@ -52,6 +53,23 @@ SECONDS_PER_MASK_ENTRY = 4e-8  # the same for one of the C^2 coefficients
 def forward(
     tensors: RuleTensors, boundaries: SequenceBoundaries | None, options: RuleOptions, save_residual: bool
 ) -> ForwardResult:
+    """(3) to (8). A token that is not finite damages itself and later ones, no earlier ones (mdn.ops.containment)."""
+    result = _forward(tensors, boundaries, options, save_residual)
+    if not looks_damaged(result.o):
+        return result
+    damage = damage_of(tensors.v, (tensors.k, tensors.p), boundaries)
+    if not bool(damage.isnan().any()):
+        return result  # the rule itself has diverged, or q was damaged, which concerns its own token only
+    p = None if tensors.p is None else repaired(tensors.p)
+    whole = tensors._replace(k=repaired(tensors.k), v=repaired(tensors.v), p=p)
+    o, final_state, residual = _forward(whole, boundaries, options, save_residual)
+    final_state = final_state + at_the_end(damage, boundaries).unsqueeze(-2)
+    return ForwardResult(o + damage, final_state, residual + damage if save_residual else residual)
+
+
+def _forward(
+    tensors: RuleTensors, boundaries: SequenceBoundaries | None, options: RuleOptions, save_residual: bool
+) -> ForwardResult:
     v, dtype = tensors.v, compute_dtype(tensors.q)
     chunks = ChunkInputs(tensors, options)
     final_state = initial_states(tensors, boundaries)
@@ -81,7 +99,7 @@ def _forward_rounds(chunk: PreparedChunks, group: ChunkGroup, X: Tensor, scratch
         z = slice(first * heads, end * heads)
         current = X[: z.stop - z.start]
         target[z].baddbmm_(chunk.read[z, :size], current)  # (6)
-        torch.bmm(chunk.inverse[z], target[z], out=residual[z])  # (6)
+        chunk.solve(target[z], z, out=residual[z])  # (6)
         torch.bmm(chunk.read[z, size:], current, out=output[z])  # (7)
         chunk.advance(current, residual[z], z, out=current)  # (8)
     output.baddbmm_(chunk.attend, residual)  # (7)
@@ -139,8 +157,7 @@ def _backward_rounds(
         current = grad_after[z]
         current[arrived:] = grad_X[arrived:count]
         grad_residual = torch.baddbmm(grad_target_O[z, :size], chunk.write[z], current)  # (9)
-        # (10); faster than out= into a strided slice
-        grad_target_O[z, :size] = torch.bmm(chunk.inverse[z].mT, grad_residual)
+        chunk.solve_transposed(grad_residual, z, out=grad_target_O[z, :size])  # (10)
         previous = grad_after[group.rounds[number - 1][0] * heads :] if number else grad_X
         chunk.retreat(current, z, out=previous[:count])  # (11)
         previous[:count].baddbmm_(chunk.read[z].mT, grad_target_O[z])  # (11)

@@ -1,0 +1,49 @@
+"""A NaN or inf in one token must not reach the earlier tokens of its chunk.
+
+Inside a chunk a later token has weight zero in an earlier output, and 0 * NaN is NaN. So if an output is not finite
+(one sum tells), the rule is computed once more without the damaged numbers, and then everything that the recurrence
+would lose is made NaN: all from the damaged token on, or one column of it if only v was damaged. On a CPU only: a GPU
+would have to wait for the host, and a compiler cannot trace it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mdn.ops.boundaries import SequenceBoundaries
+
+
+def looks_damaged(o: Tensor) -> bool:
+    """Whether an output is not finite, where that can be found out cheaply."""
+    return o.device.type == "cpu" and not torch.compiler.is_compiling() and not math.isfinite(o.detach().sum().item())
+
+
+def damage_of(v: Tensor, keys: Iterable[Tensor | None], boundaries: SequenceBoundaries | None) -> Tensor:
+    """``[B, T, HV, V]``: NaN from the first damaged token of a sequence on, 0 before it. ``keys``: [B, T, H, K]."""
+    damage = 0.0 * v
+    for x in keys:
+        if x is not None:
+            of_head = (0.0 * x).sum(-1, keepdim=True)
+            damage = damage + of_head.repeat_interleave(v.shape[2] // x.shape[2], dim=2)
+    if boundaries is None:
+        return damage.cumsum(1)
+    return torch.cat([damage[:, start:end].cumsum(1) for start, end in pairwise(boundaries.offsets)], 1)
+
+
+def at_the_end(damage: Tensor, boundaries: SequenceBoundaries | None) -> Tensor:
+    """``[N, HV, V]``: the damage after the last token of every sequence; none in a sequence without tokens."""
+    if boundaries is None:
+        return damage[:, -1]
+    untouched = damage.new_zeros(1, *damage.shape[2:])
+    last = [end - 1 if end > start else -1 for start, end in pairwise(boundaries.offsets)]
+    return torch.cat([damage[0], untouched])[last]
+
+
+def repaired(x: Tensor) -> Tensor:
+    """Zeros where a number is not finite: such a token writes nothing."""
+    return torch.where(x.isfinite(), x, 0.0)
