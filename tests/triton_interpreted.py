@@ -9,10 +9,6 @@ import sys
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "ops" / "triton"
-FLOAT32_TOLERANCE = 1e-5
-FLOAT64_TOLERANCE = 1e-12
-# A kernel rounds a few operands in a row (states, residual, scores); each costs about one unit of the budget.
-ROUNDINGS_IN_A_ROW = 6
 
 
 def run_interpreted(script: str, *arguments: str):
@@ -22,11 +18,3 @@ def run_interpreted(script: str, *arguments: str):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def assert_all_below(cases, tolerance):
-    assert cases
-    too_large = {
-        (case, name): error for case, errors in cases.items() for name, error in errors.items() if error > tolerance
-    }
-    assert not too_large

@@ -136,6 +136,11 @@ def test_whole_chunks_of_64_tokens_in_the_first_order_rules(backend: str, rule: 
 
 
 @every_backend
+def test_16_bits_at_the_head_size_of_the_paper(backend: str) -> None:
+    check(Case(B=1, T=130, HV=1, K=128, V=64, chunk_size=64, dtype=torch.bfloat16), backend)
+
+
+@every_backend
 def test_a_hard_zero_forgets_even_an_enormous_state(backend: str) -> None:
     case = Case(B=1, HV=1, T=18)
     inputs = {name: x.clone() for name, x in inputs_of(case).items()}

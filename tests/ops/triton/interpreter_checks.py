@@ -1,4 +1,4 @@
-"""Single operations under the repaired interpreter against torch, printed as JSON (run by test_narrow.py)."""
+"""Single operations under the repaired interpreter against torch, printed as JSON (run by test_interpreter.py)."""
 
 from __future__ import annotations
 

@@ -1,36 +1,28 @@
-"""The kernels against the float64 recurrence, under Triton's interpreter (see cases.py)."""
+"""What the kernels lose with keys that come again, and slots that do not exist, under the interpreter (cases.py).
+
+The rest of what they compute: test_conformance.py.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from triton_interpreted import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, assert_all_below, run_interpreted
+from triton_interpreted import run_interpreted
+
+FLOAT32_TOLERANCE = 1e-5
+FLOAT64_TOLERANCE = 1e-12
 
 
 @pytest.fixture(scope="module")
 def results():
-    """One process for all float32 groups: starting Triton costs more than a small case."""
-    groups = ("hostile_gates", "constant_momentum", "several_chunks", "packs", "decoding")
-    return run_interpreted("cases.py", *groups, "strong_coupling", "rounded_inverse", "repeated_key")
+    """One process for all groups: starting Triton costs more than a small case."""
+    return run_interpreted("cases.py", "strong_coupling", "rounded_inverse", "repeated_key", "absent_slots")
 
 
-def test_outputs_and_all_gradients_are_exact_for_hostile_gates(results):
-    names = {"o", "final_state", "dq", "dk", "dv", "dlog_alpha", "dlog_mu", "dbeta", "deta", "dinitial_state"}
-    assert names <= set(results["hostile_gates"]["grouped heads, two chunks and a bit"])
-    assert "dp" in results["hostile_gates"]["given p, shorter than a chunk"]
-    assert_all_below(results["hostile_gates"], FLOAT32_TOLERANCE)
-
-
-def test_every_constant_log_mu_from_zero_to_minus_infinity_is_exact(results):
-    assert_all_below(results["constant_momentum"], FLOAT32_TOLERANCE)
-
-
-def test_what_a_chunk_hands_to_the_next_is_exact(results):
-    assert_all_below(results["several_chunks"], FLOAT32_TOLERANCE)
-
-
-def test_packs_with_empty_and_one_token_sequences_are_exact(results):
-    assert_all_below(results["packs"], FLOAT32_TOLERANCE)
+def assert_all_below(cases, tolerance):
+    assert cases
+    pairs = [(case, name, error) for case, errors in cases.items() for name, error in errors.items()]
+    assert not [pair for pair in pairs if not pair[-1] <= tolerance]
 
 
 @pytest.mark.parametrize("chunk_size", [16, 32, 64])
@@ -50,9 +42,5 @@ def test_one_repeated_key_and_hardly_damped_gates_lose_no_more_than_substitution
     assert lost["64"]["o"] <= lost["substitution"]["o"]
 
 
-def test_a_decoding_step_updates_its_slots_in_place_and_no_others(results):
-    assert_all_below(results["decoding"], FLOAT32_TOLERANCE)
-
-
-def test_float64_inputs_are_computed_in_float64():
-    assert_all_below(run_interpreted("cases.py", "double_precision")["double_precision"], FLOAT64_TOLERANCE)
+def test_rows_whose_slot_does_not_exist_give_zeros_and_change_nothing(results):
+    assert_all_below(results["absent_slots"], FLOAT32_TOLERANCE)
