@@ -37,6 +37,8 @@ def run(args: argparse.Namespace) -> None:
     if args.heads * args.steps > MOST_GATES:
         raise ValueError(f"--heads x --steps must be at most {MOST_GATES:,}, got {args.heads:,} x {args.steps:,}")
     windows = sorted(args.windows)
+    if args.model is None and windows[0] > args.steps:
+        raise ValueError(f"--windows must have one of at most {args.steps} steps, the shortest is {windows[0]}")
     sources = {
         name: analyse(make(), windows)
         for name, make in progress(list(_sources(args).items()), desc="stability", unit="source", leave=False)

@@ -96,13 +96,14 @@ class Builder(Operands):
 
     def _mov(self, ins: Instruction) -> Run:
         target, source = ins.operands
-        if target.startswith("{"):  # take apart
-            parts = self.registers_of(target)
-            pieces = self.register(source).view(parts[0].dtype).reshape(-1, len(parts))
+        if target.startswith("{"):  # take apart; a part that nobody needs is written as _
+            kind = f"u{WIDTHS[ins.kind] // len(group(target))}"
+            puts = [self.target(part, kind) for part in group(target)]
+            pieces = self.register(source).view(dtype_of(kind)).reshape(-1, len(puts))
 
             def split(mask: Mask) -> None:
-                for i, part in enumerate(parts):
-                    np.copyto(part, pieces[:, i], where=mask)
+                for i, put in enumerate(puts):
+                    put(pieces[:, i], mask)
 
             return split
         if source.startswith("{"):  # put together
