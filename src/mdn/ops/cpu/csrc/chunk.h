@@ -141,13 +141,15 @@ struct Gates {
    private:
     // (3) and column 0 of (4) and (5).
     void find_start_weights(const Chunk& chunk) {
-        abar[0] = 1;
-        b[0] = 0;
-        mbar[0] = 1;
-        for (long i = 0; i < chunk.C; ++i) {
-            abar[i + 1] = alpha[i] * abar[i];
-            mbar[i + 1] = mu[i] * mbar[i];
-            b[i + 1] = alpha[i] * b[i] + beta[i] * mbar[i + 1];
+        float abar_i = 1, b_i = 0, mbar_i = 1;
+        for (long i = 0; i <= chunk.C; ++i) {
+            abar[i] = abar_i;
+            b[i] = b_i;
+            mbar[i] = mbar_i;
+            if (i == chunk.C) break;
+            abar_i *= alpha[i];
+            mbar_i *= mu[i];
+            b_i = alpha[i] * b_i + beta[i] * mbar_i;
         }
     }
 
@@ -158,13 +160,19 @@ struct Gates {
         for (long i = 0; i < chunk.rows; ++i) {
             const float *gamma_S_before = gamma_S.row(i), *gamma_M_before = gamma_M.row(i);
             float *gamma_S_i = gamma_S.row(i + 1), *gamma_M_i = gamma_M.row(i + 1);
-            const long columns = columns_of_row(chunk, i + 1), before = columns_of_row(chunk, i);
-            for (long j = 0; j < before; j += kWidth) store(gamma_M_i + j, mdn::load(gamma_M_before + j) * mu[i]);
-            if (before < columns) store(gamma_M_i + before, zeros());
-            gamma_M_i[i] = eta[i];
-            for (long j = 0; j < before; j += kWidth)
-                store(gamma_S_i + j, mdn::load(gamma_S_before + j) * alpha[i] + mdn::load(gamma_M_i + j) * beta[i]);
-            if (before < columns) store(gamma_S_i + before, zeros());
+            const float alpha_i = alpha[i], mu_i = mu[i], beta_i = beta[i];
+            const long last = i / kWidth * kWidth;  // the block of 16 columns with column i
+            const auto advance = [&](long j, const Vector& new_write) {
+                const Vector M = mdn::load(gamma_M_before + j) * mu_i + new_write;
+                store(gamma_M_i + j, M);
+                store(gamma_S_i + j, mdn::load(gamma_S_before + j) * alpha_i + M * beta_i);
+            };
+            for (long j = 0; j < last; j += kWidth) advance(j, zeros());
+            advance(last, unit_vector(i - last) * eta[i]);
+            if (last + kWidth < columns_of_row(chunk, i + 1)) {
+                store(gamma_M_i + last + kWidth, zeros());
+                store(gamma_S_i + last + kWidth, zeros());
+            }
         }
     }
 

@@ -70,6 +70,12 @@ MDN_INLINE Vector operator*(Vector a, float scalar) {
     return a;
 }
 
+// 1 at `index`, 0 elsewhere.
+MDN_INLINE Vector unit_vector(long index) {
+    static constexpr float kOneAmongZeros[2 * kWidth] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+    return load(kOneAmongZeros + kWidth - 1 - index);
+}
+
 // 1 / x, and 0 where x is 0.
 MDN_INLINE Vector inverse_or_zero(const Vector& x) {
     float y[kWidth];
