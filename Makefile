@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard src/mdn/ops/cpu/csrc/*)
 BENCH_OUT ?= benchmarks/results
 
-.PHONY: setup setup-dev demo test test-slow sanitize bench figures docs lint format clean
+.PHONY: setup setup-dev demo test test-slow sanitize mutants bench figures docs lint format clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -30,6 +30,10 @@ test: setup-dev
 
 test-slow: setup-dev
 	$(BIN)/python -m pytest -m slow
+
+# Faults seeded into copies of the backends: the conformance suite must find every one. About half an hour.
+mutants: setup-dev
+	$(BIN)/python tests/mutants
 
 # The native kernel under AddressSanitizer, UndefinedBehaviorSanitizer and valgrind; a few minutes.
 sanitize: setup-dev

@@ -1,6 +1,6 @@
 """Seeds faults into copies of the backends and shows that the conformance suite finds every one of them.
 
-    python tests/mutants                 all mutants (about a quarter of an hour on two cores)
+    python tests/mutants                 all mutants, in about half an hour
     python tests/mutants torch eta       those whose description contains all of these words
 
 A mutant is one replacement of text in one file. If the text is not there any more, the code was rewritten: write the
