@@ -37,8 +37,13 @@ class Command:
         return bool(re.search(r"\[(?!\w+(,\w+)*\])|[{}<>|]|\.\.\.|…|(?<![\w=./])[A-Z]{3,}(?![\w.])", self.line))
 
 
+def fenced_blocks(page: str) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", PAGES[page], flags=re.DOTALL | re.MULTILINE)
+
+
 def python_blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", PAGES[page], flags=re.DOTALL | re.MULTILINE)
+    return [text for language, text in fenced_blocks(page) if language == "python"]
 
 
 def relative_links(page: str) -> list[str]:
@@ -49,12 +54,14 @@ def commands() -> list[Command]:
     """Every command of every page once, from fenced and indented blocks and from code spans."""
     found: dict[Command, None] = {}
     for page, text in PAGES.items():
-        fenced = re.findall(r"^```(?:bash|sh|shell|console|text)?\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-        rest = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        shell = [block for language, block in fenced_blocks(page) if language in ("", "bash", "sh", "console", "text")]
+        rest = re.sub(r"^```\w*\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
         indented = re.findall(r"^ {4,}(\S.*)$", rest.replace("\\\n", " "), flags=re.MULTILINE)
-        block_lines = [line for block in fenced for line in block.replace("\\\n", " ").splitlines()] + indented
-        spans = re.findall(r"`([^`\n]+)`", rest)
-        for line, in_a_span in (*((line, False) for line in block_lines), *((span, True) for span in spans)):
+        typed = [line for block in shell for line in block.replace("\\\n", " ").splitlines()] + indented
+        spans = [
+            span.replace("\n", " ") for paragraph in rest.split("\n\n") for span in re.findall("`([^`]+)`", paragraph)
+        ]
+        for line, in_a_span in (*((line, False) for line in typed), *((span, True) for span in spans)):
             line = re.sub(r"(^|\s)#.*$", "", line).strip().removeprefix("$ ")
             if line.split(" ")[0] in PROGRAMS and line not in PROGRAMS[:-1]:
                 found[Command(page, re.sub(r"\s+", " ", line), in_a_span)] = None

@@ -42,6 +42,11 @@ SHORT = {
     "mdn info mdn_400M": "",
     "mdn info --all": "",
     "mdn train recipes/demo.yaml model.mixer=gated_deltanet": f"{TINY} output=runs/gated",
+    "mdn train recipes/demo.yaml": f"{TINY} output=runs/plain",
+    "mdn train runs/demo": "",  # finished: shown again
+    "mdn train runs/demo training.steps=1400": "training.steps=3",
+    "mdn train --fields": "",
+    "mdn train paper/mdn_400M --dry-run --nodes 4": "",
     "mdn train demo training.steps=1000 model.mixer=gated_deltanet": f"{TINY} output=runs/again",
     "mdn demo": f"{TINY} output=runs/shown",
     'mdn generate runs/demo --prompt "def "': "--max-new-tokens 3",
@@ -51,7 +56,7 @@ SHORT = {
     "mdn eval runs/mdn runs/gdn --suite perplexity,commonsense": (
         "--data my_files --skip-missing --limit 1 --max-length 64"
     ),
-    "mdn eval runs/demo/model --suite retrieval --data my_files --skip-missing": "--limit 1 --max-length 64",
+    "mdn eval runs/demo --suite retrieval --data my_files --skip-missing": "--limit 1 --max-length 64",
     "mdn mqar recipes/mqar/quick.yaml": f"{ONE_CELL} --out runs/mqar",
     "mdn mqar quick seeds=[0,1,2,3,4] training.steps=1200 --out runs/longer": "--list",
     "mdn mqar quick mixers=[momentum_deltanet,kda] seeds=[0]": "--list",
@@ -62,7 +67,7 @@ SHORT = {
     "mdn needle --mixers momentum_deltanet,gated_deltanet,attention": (
         "--mixers linear_attention --lengths 80 --depths 2 --examples 1 --steps 1"
     ),
-    "mdn needle --model runs/demo/model --lengths 512,1024 --examples 5 --haystack documentation --keys 1": (
+    "mdn needle --model runs/demo --lengths 512,1024 --examples 5 --haystack documentation --keys 1": (
         "--lengths 256 --depths 1 --examples 1"
     ),
     "mdn ablate": ONE_MODEL,
@@ -92,10 +97,12 @@ SHORT = {
     "mdn bench train --json train.json --plot train.png": f"{SMALL_MODELS} --lengths 32 --tokens 32",
 }
 NOT_RUN = {
-    "mdn eval runs/demo/model --tasks boolq,nq_open --limit 100": "downloads the tasks' data",
+    "mdn eval runs/demo --tasks boolq,nq_open --limit 100": "downloads the tasks' data",
     "mdn bench kernels --targets sm_90 --key-dims 128": "compiles for minutes; see tests/ops/triton",
     "mdn bench kernels --variants sm_80 sm_90 --json benchmarks/results/kernels.json": "compiles for half an hour",
     "torchrun --nnodes 1 --nproc_per_node 8 --standalone --no-python mdn train paper/mdn_400M": "needs eight GPUs",
+    "torchrun --nnodes 1 --nproc_per_node 8 --standalone --no-python mdn train paper/mdn_1.3B "
+    "distributed.strategy=fsdp": "needs eight GPUs",
     "python -m mdn.ops.triton.selftest": "needs a GPU; without one, tests/ops/triton/test_availability.py",
     "python -m mdn.bench.kernel_tables benchmarks/results/kernels.json docs/kernels.md": (
         "writes the page; tests/ops/triton/test_availability.py compares its tables with the report"

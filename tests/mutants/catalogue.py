@@ -158,7 +158,13 @@ MUTANTS = (
         "const float *abar = ws.gates.abar + 1, *b = ws.gates.b + 1;",
         "const float *abar = ws.gates.abar, *b = ws.gates.b + 1;",
     ),
-    Mutant("cpu", "eta is one", CHUNK, "gamma_M_i[i] = eta[i];", "gamma_M_i[i] = eta[i] != 0 ? 1 : 0;"),
+    Mutant(
+        "cpu",
+        "eta is missing in the weights of the writes",
+        CHUNK,
+        "unit_vector(i - last) * eta[i]",
+        "unit_vector(i - last)",
+    ),
     Mutant(
         "cpu",
         "the weights of momentum lose a block of 16 columns at its border",
