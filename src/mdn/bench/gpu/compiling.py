@@ -23,6 +23,7 @@ from triton.runtime import driver
 
 from mdn.ops.triton.host import Launch
 
+NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -73,22 +74,33 @@ def absent_device(target: str) -> Iterator[None]:
         driver._active = before
 
 
-def compile_launch(launch: Launch, target: str) -> Resources:
+def build(launch: Launch, target: str) -> Any:
     """Build the kernel with the very arguments it was launched with."""
     with absent_device(target):
-        compiled = launch.kernel.warmup(**launch.arguments, grid=launch.grid, **launch.options)
+        return launch.kernel.warmup(**launch.arguments, grid=launch.grid, **launch.options)
+
+
+def compile_launch(launch: Launch, target: str) -> Resources:
+    """The resources of a launch."""
     read = read_nvidia if TARGETS[target].backend == "cuda" else read_amd
-    return read(compiled)
+    return read(build(launch, target))
+
+
+def machine_code(compiled: Any) -> str:
+    """The disassembly with control bits, for `mdn.bench.gpu.timeline`."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        return _output(NVIDIA_TOOLS / "nvdisasm", "-c", "-hex", cubin)
 
 
 def read_nvidia(compiled: Any) -> Resources:
     """Registers from the cubin's resource table, spills and instruction count from its disassembly."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        usage = _output(tools / "cuobjdump", "-res-usage", cubin)
-        code = _output(tools / "nvdisasm", "-c", cubin)
+        usage = _output(NVIDIA_TOOLS / "cuobjdump", "-res-usage", cubin)
+        code = _output(NVIDIA_TOOLS / "nvdisasm", "-c", cubin)
     found = re.search(r"REG:(\d+)", usage)
     if found is None:
         raise ValueError(f"cuobjdump reported no registers for {compiled.metadata.name}")

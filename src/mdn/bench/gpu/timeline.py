@@ -4,7 +4,7 @@ ptxas writes into every instruction how many cycles to wait before the next one 
 scoreboards it waits and signals. `walk` follows the code from its entry to its exit and adds these up, with an assumed
 latency for everything that signals through a scoreboard (LATENCY). Warps of a block are taken as balanced, and nothing
 else runs on the SM. Loops with constant bounds are followed as often as they turn: their counters are evaluated on the
-way. A loop whose bound is not known (over the chunks of a sequence) is followed a few times, and its last turn counts.
+way. A loop whose bound is not known is followed four times; of a loop over a sequence's chunks the last turn counts.
 
 Weak points: cache hits (all global loads cost the same), barriers and fences (a constant each), and other warps.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # Cycles from issue until the result is there. Global loads: between a hit in the L2 cache and DRAM, as on an H100.
 LATENCY = {"LDG": 600, "ATOM": 600, "LDGSTS": 30, "LDS": 29, "LDSM": 33, "STS": 25, "STSM": 30, "SHFL": 25, "MUFU": 22}
@@ -24,7 +24,7 @@ OPERANDS_READ = 12  # until an instruction that signals "operands read" has read
 BARRIER = 25
 FENCE = 30
 HGMMA_DRAIN = 30
-RUNTIME_TURNS = 3
+UNKNOWN_TURNS = 4
 LONGEST_WALK = 400_000
 
 
@@ -61,14 +61,31 @@ class Timeline:
     """What `walk` found."""
 
     cycles: float = 0.0
-    """from entry to exit; with a loop over chunks, one turn of it"""
+    """from entry to exit"""
     issued: int = 0
-    """instructions of one warp, in the same span"""
+    """instructions of one warp"""
     barriers: int = 0
     copies_in_flight: int = 0
     """the most groups of asynchronous copies that may still be on their way at a wait in the loop"""
     waiting: Counter[str] = field(default_factory=Counter)
     """cycles spent waiting, by what is waited for"""
+    bytes_moved: int = 0
+    """between a warp and the caches of global memory, if all lanes take part"""
+    flops: int = 0
+    """of a warp's tensor-core instructions"""
+    turn: Timeline | None = None
+    """the last turn of the longest loop whose bound is not known, if there is one"""
+
+    def __sub__(self, began: Timeline) -> Timeline:
+        return Timeline(
+            self.cycles - began.cycles,
+            self.issued - began.issued,
+            self.barriers - began.barriers,
+            self.copies_in_flight,
+            self.waiting - began.waiting,
+            self.bytes_moved - began.bytes_moved,
+            self.flops - began.flops,
+        )
 
 
 def parse(disassembly: str) -> Code:
@@ -127,18 +144,21 @@ class Values:
             self.known[operand] = value
 
     def forget_written(self, instruction: Instruction) -> None:
-        """Everything an instruction may write: its leading predicates, and registers from its first register on."""
-        for operand in instruction.operands:
-            if re.fullmatch(r"U?P\d+", operand):
+        """Everything an instruction may write: its first operand, and predicates that follow it (carries)."""
+        first, *others = instruction.operands
+        for operand in (first, *others[: 1 if first[:1] == "P" or first[:2] == "UP" else 2]):
+            if not re.fullmatch(r"U?P\d+", operand):
+                break
+            self.set(operand, None)
+        if found := re.fullmatch(r"(U?R)(\d+)", first):
+            wide = 4 if instruction.family.endswith("MMA") or ".128" in instruction.name else 1
+            wide = 2 if ".64" in instruction.name or ".WIDE" in instruction.name else wide
+            for offset in range(wide):
+                self.set(f"{found[1]}{int(found[2]) + offset}", None)
+            for operand in others[:2]:
+                if not re.fullmatch(r"U?P\d+", operand):
+                    break
                 self.set(operand, None)
-                continue
-            if found := re.fullmatch(r"(U?R)(\d+)", operand):
-                wide = 8 if instruction.family in ("HGMMA",) else 4 if instruction.family.endswith("MMA") else 1
-                wide = max(wide, 4 if ".128" in instruction.name else 2 if ".64" in instruction.name else 1)
-                wide = 2 if instruction.family == "IMAD" and ".WIDE" in instruction.name else wide
-                for offset in range(wide):
-                    self.set(f"{found[1]}{int(found[2]) + offset}", None)
-            break
 
     def execute(self, instruction: Instruction) -> None:
         """Update what is known; an instruction that is not understood makes its results unknown."""
@@ -160,6 +180,9 @@ class Values:
             self.set(ops[0], None if None in halves else (halves[0] or 0) << 16 | (halves[1] or 0))
         elif name in ("SEL", "USEL") and values[3] is not None:
             self.set(ops[0], values[1] if values[3] else values[2])
+        elif name == "PLOP3.LUT" and None not in values[2:6]:
+            a, b, c, table = (value or 0 for value in values[2:6])
+            self.set(ops[0], table >> (a << 2 | b << 1 | c) & 1)
         elif name == "IMAD.X" and None not in values[1:5]:
             a, b, c, carry = (value or 0 for value in values[1:5])
             self.set(ops[0], (a * b + c + carry) & 0xFFFFFFFF)
@@ -222,6 +245,23 @@ def _hgmma_cycles(instruction: Instruction) -> float:
     return max(work, 64 * int(found[2]) * (4 if wide else 2) / 128 if from_shared else 0.0)
 
 
+def _bytes_moved(instruction: Instruction) -> int:
+    """Of one warp, if all lanes take part."""
+    if instruction.family not in ("LDG", "STG", "LDGSTS"):
+        return 0
+    widths = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1}
+    return 32 * next((width for name, width in widths.items() if name in instruction.name.split(".")), 4)
+
+
+def _flops(instruction: Instruction) -> int:
+    """Of one warp; a warp group's instruction belongs to four."""
+    if instruction.family == "HGMMA":
+        found = re.search(r"64x(\d+)x(\d+)\.F32", instruction.name)
+        return 0 if found is None else 2 * 16 * int(found[1]) * int(found[2])
+    found = re.search(r"HMMA\.(16)(8)(8|16)\b", instruction.name)
+    return 0 if found is None else 2 * int(found[1]) * int(found[2]) * int(found[3])
+
+
 def jump_target(code: Code, at: int) -> int | None:
     """Where an instruction jumps to, if it is a jump."""
     instruction = code.instructions[at]
@@ -280,22 +320,18 @@ class Walk:
                 self.source[signalled] = family
         self.now += instruction.stall
         self.total.issued += 1
+        self.total.bytes_moved += _bytes_moved(instruction)
+        self.total.flops += _flops(instruction)
         self.values.execute(instruction)
 
     def close_turn(self, at: int) -> None:
         """Note the turn that ends with the jump at this place."""
         self.turns[at] += 1
-        here = Timeline(self.now, self.total.issued, self.total.barriers, 0, Counter(self.total.waiting))
+        here = replace(self.total, cycles=self.now, waiting=Counter(self.total.waiting))
         began = self.marks.get(at)
         self.marks[at] = here
         if began is not None and (self.turn is None or here.issued - began.issued >= self.turn.issued):
-            self.turn = Timeline(
-                here.cycles - began.cycles,
-                here.issued - began.issued,
-                here.barriers - began.barriers,
-                self.total.copies_in_flight,
-                here.waiting - began.waiting,
-            )
+            self.turn = here - began
 
     def takes(self, at: int, target: int) -> bool:
         """Whether a jump is taken. Conditions that are not known are those of loops over chunks, and of parts that are
@@ -306,7 +342,7 @@ class Walk:
             over_chunks = any(target <= way_out < at for way_out in self.unknown_ways_out)
             if known is None or over_chunks:
                 self.close_turn(at)
-                return predicate is None or self.turns[at] < RUNTIME_TURNS
+                return predicate is None or self.turns[at] < UNKNOWN_TURNS
             return bool(known)
         if known is not None:
             return bool(known)
@@ -314,11 +350,24 @@ class Walk:
         closing = [b for b in loops if (jump_target(self.code, b) or 0) <= at]
         if closing:  # the way out of a loop
             self.unknown_ways_out.add(at)
-            return self.turns[closing[-1]] >= RUNTIME_TURNS
+            return self.turns[closing[-1]] >= UNKNOWN_TURNS
         if loops:
             return False
         skips_over = jump_target(self.code, target - 1)
         return skips_over is not None and skips_over > target and self.code.instructions[target - 1].predicate is None
+
+    def exits(self, at: int) -> bool:
+        """Whether a program ends here. An unknown condition ends a loop, or guards against too many programs."""
+        predicate = self.code.instructions[at].predicate
+        known = 1 if predicate is None else self.values.get(predicate)
+        if known is not None:
+            return bool(known)
+        later = range(at + 1, len(self.code.instructions))
+        closing = next((b for b in later if (jump_target(self.code, b) or b + 1) <= at), None)
+        if closing is None:
+            return False
+        self.unknown_ways_out.add(at)
+        return self.turns[closing] >= UNKNOWN_TURNS
 
 
 def walk(code: Code) -> Timeline:
@@ -327,11 +376,9 @@ def walk(code: Code) -> Timeline:
     while at < len(code.instructions) and current.total.issued < LONGEST_WALK:
         instruction = code.instructions[at]
         current.issue(instruction)
-        if instruction.family == "EXIT" and instruction.predicate is None:
+        if instruction.family == "EXIT" and current.exits(at):
             break
         target = jump_target(code, at)
         at = target if target is not None and current.takes(at, target) else at + 1
-    if current.turn is not None and current.turn.issued > 200:
-        return current.turn
-    current.total.cycles = current.now
+    current.total.cycles, current.total.turn = current.now, current.turn
     return current.total

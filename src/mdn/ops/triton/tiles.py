@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 _assumed_target: str | None = None
+_assumed_heads: int | None = None
 
 
 @contextlib.contextmanager
@@ -28,9 +29,15 @@ def assume_target(name: str) -> Iterator[None]:
         _assumed_target = before
 
 
-def assumed_target() -> str | None:
-    """The GPU of `assume_target`: tensors stay on the CPU, and launches are compiled, counted or emulated."""
-    return _assumed_target
+@contextlib.contextmanager
+def assume_heads(count: int) -> Iterator[None]:
+    """Choose tiles as for this many sequences times value heads, whatever the tensors say."""
+    global _assumed_heads
+    before, _assumed_heads = _assumed_heads, count
+    try:
+        yield
+    finally:
+        _assumed_heads = before
 
 
 def target_of(device: torch.device) -> str:
@@ -66,6 +73,7 @@ def choose_tile(
 ) -> Tile:
     """The tile of a kernel for operands of ``itemsize`` bytes and ``heads`` sequences times value heads."""
     large = power_of_two(key_dim) > 128
+    heads = heads if _assumed_heads is None else _assumed_heads
     if itemsize > 2:
         table = _FLOAT32_OPERANDS
     else:

@@ -1,0 +1,237 @@
+"""Estimated time of one layer's op on a GPU that is not here, from machine code: ours and FLA's in the same way.
+
+For every launch of forward + backward the estimate is the largest of
+    latency  static cycles of a program (`timeline.walk`) times the rounds of programs that the SMs take, or the
+             instructions of all resident warps, if those are more
+    DRAM     every tensor that the launch was given, moved once
+    L2       what warps request, if all lanes take part
+    tensor   operations of the tensor cores at half their peak
+and the op is the sum of its launches. It is an estimate and no measurement: against published times of FLA's kernels on
+other GPUs such a sum was too low by factors of 1.5 to 2.1, so only ratios of ops are of use, to about 30 %.
+
+Launches are recorded at two short lengths on the CPU; programs and bytes are linear in the length. Of an autotuner's
+list a few entries are compiled and the one with the smallest estimate is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from mdn.bench.gpu.compiling import Resources, machine_code, read_nvidia
+from mdn.bench.gpu.timeline import Timeline, parse, walk
+
+CHUNK = 64
+LENGTHS = (512, 1024)
+ENTRIES_TRIED = 4
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the estimate knows of a GPU. Bandwidths in bytes a second, as far as kernels reach them."""
+
+    sms: int
+    clock: float
+    dram: float
+    l2: float
+    flops: float
+    registers: int
+    shared: int
+    """bytes of an SM that blocks can use"""
+
+
+GPUS = {
+    "sm_90": Gpu(132, 1.755e9, 0.85 * 3.35e12, 5.5e12, 0.5 * 989e12, 65536, 233_472),  # H100 SXM
+    "sm_80": Gpu(108, 1.41e9, 0.85 * 2.0e12, 4.0e12, 0.5 * 312e12, 65536, 167_936),  # A100
+}
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """One compiled kernel."""
+
+    name: str
+    warps: int
+    resources: Resources
+    timeline: Timeline
+
+    def blocks_per_sm(self, gpu: Gpu) -> int:
+        """How many blocks an SM holds, by registers, shared memory and threads."""
+        registers = math.ceil(self.resources.registers / 8) * 8 * 32 * self.warps
+        shared = self.resources.shared_bytes + 1024
+        return min(gpu.registers // registers, gpu.shared // shared, 64 // self.warps, 32)
+
+    def cycles(self, scan: bool) -> float:
+        """Of a program, or of one turn of its loop over chunks."""
+        return self.span(scan).cycles
+
+    def span(self, scan: bool) -> Timeline:
+        """What counts of the timeline: one chunk of a program that walks along a sequence, or all of any other."""
+        return self.timeline.turn if scan and self.timeline.turn is not None else self.timeline
+
+    def seconds(self, gpu: Gpu, programs: float, tensor_bytes: float, chunks: int | None) -> float:
+        """The largest of the four terms; ``chunks`` of a program that walks along a sequence, or None."""
+        span, turns = self.span(chunks is not None), chunks or 1
+        resident = max(1, self.blocks_per_sm(gpu))
+        rounds = programs / (gpu.sms * resident)
+        if chunks is not None:
+            rounds = math.ceil(
+                rounds
+            )  # a program walks as long as its sequence: the last round is as long as the first
+        slots = resident * span.issued * self.warps / 4
+        latency = rounds * turns * max(span.cycles, slots) / gpu.clock
+        moved = programs * turns * span.bytes_moved * self.warps
+        flops = programs * turns * span.flops * self.warps
+        return max(latency, tensor_bytes / gpu.dram, moved / gpu.l2, flops / gpu.flops)
+
+
+_analyses: dict[str, Analysis] = {}
+
+
+def analyse(compiled: Any) -> Analysis:
+    """Resources and timeline of what Triton compiled."""
+    if compiled.hash not in _analyses:
+        timeline = walk(parse(machine_code(compiled)))
+        metadata = compiled.metadata
+        _analyses[compiled.hash] = Analysis(metadata.name, metadata.num_warps, read_nvidia(compiled), timeline)
+    return _analyses[compiled.hash]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One launch: the compiled kernel, how many programs, and the bytes of its tensors."""
+
+    analysis: Analysis
+    programs: int
+    tensor_bytes: int
+
+
+class Recorder:
+    """Stands in for the emulator in `replace_triton`: compiles and notes launches, and runs nothing."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.launches: list[Recorded] = []
+
+    def run(self, compiled: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+        tensors = {x.data_ptr(): x.numel() * x.element_size() for x in arguments.values() if isinstance(x, Tensor)}
+        self.launches.append(Recorded(analyse(compiled), math.prod(grid), sum(tensors.values())))
+
+
+@contextlib.contextmanager
+def best_entries(gpu: Gpu) -> Iterator[None]:
+    """Put the entry of an autotuner's list with the smallest estimate first."""
+    from triton.runtime.autotuner import Autotuner
+
+    chosen: dict[tuple[int, str], Any] = {}
+    prune = Autotuner.prune_configs
+
+    def best(self: Any, kwargs: dict[str, Any]) -> list[Any]:
+        configs = prune(self, kwargs)
+        constants = {name: value for name, value in self.nargs.items() if isinstance(value, int | bool)}
+        key = id(self), str(sorted((name, value) for name, value in constants.items() if name != "T"))
+        if key not in chosen:
+            step = max(1, len(configs) // ENTRIES_TRIED)
+            chosen[key] = min(configs[::step], key=lambda config: _score(self, kwargs, config, gpu))
+        return [chosen[key]]
+
+    with mock.patch.object(Autotuner, "prune_configs", best):
+        yield
+
+
+def _score(tuner: Any, kwargs: dict[str, Any], config: Any, gpu: Gpu) -> float:
+    """Estimated time of one entry at the recorded size, as if it were repeated until the GPU is full."""
+    options = {**kwargs, **config.all_kwargs(), "warmup": True}
+    try:
+        compiled = tuner.fn.run(*tuner.nargs.values(), **options)
+    except Exception:  # an entry that does not compile here would not be taken on a GPU either
+        return math.inf
+    grid = kwargs["grid"]
+    names = {**tuner.nargs, **kwargs, **config.all_kwargs()}
+    programs = math.prod(grid(names) if callable(grid) else grid)
+    found = analyse(compiled)
+    if found.blocks_per_sm(gpu) == 0:
+        return math.inf
+    cycles = found.cycles(scan=found.timeline.turn is not None)
+    return programs * cycles / found.blocks_per_sm(gpu)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Heads and widths of one layer."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+def estimate(op: Callable[[Size, int], None], size: Size, target: str, batch: int, time: int) -> float:
+    """Seconds of all launches of ``op(size, length)``, which is called with one sequence of two lengths."""
+    gpu = GPUS[target]
+    short, long = (record(op, size, target, length) for length in LENGTHS)
+    if [launch.analysis.name for launch in short] != [launch.analysis.name for launch in long]:
+        raise ValueError("the launches of an op must not depend on the length of the sequence")
+    total = 0.0
+    for a, b in zip(short, long):
+        programs = batch * _extrapolate(a.programs, b.programs, time)
+        moved = batch * _extrapolate(a.tensor_bytes, b.tensor_bytes, time)
+        walks = a.programs == b.programs and a.tensor_bytes != b.tensor_bytes
+        total += b.analysis.seconds(gpu, programs, moved, time // CHUNK if walks else None)
+    return total
+
+
+def _extrapolate(short: float, long: float, time: int) -> float:
+    slope = (long - short) / (LENGTHS[1] - LENGTHS[0])
+    return long + slope * (time - LENGTHS[1])
+
+
+def record(op: Callable[[Size, int], None], size: Size, target: str, length: int) -> list[Recorded]:
+    """The launches of one call, compiled for the target."""
+    from mdn.bench.emulator.launch import replace_triton
+
+    recorder = Recorder(target)
+    with best_entries(GPUS[target]), replace_triton(recorder):  # type: ignore[arg-type]
+        op(size, length)
+    return recorder.launches
+
+
+def run_mdn(size: Size, length: int) -> None:
+    """Forward and backward of the momentum delta rule, with the tiles of a full GPU."""
+    from mdn.bench.kernels import Variant
+    from mdn.ops.triton.tiles import assume_heads
+
+    variant = Variant("", size.key_dim, size.value_dim, 1, length, size.heads, size.heads)
+    with assume_heads(8 * size.heads):
+        variant.run("forward")
+        variant.run("backward")
+
+
+def _first_order_inputs(size: Size, length: int) -> tuple[Tensor, ...]:
+    q, k = (torch.zeros(1, length, size.heads, size.key_dim, dtype=torch.bfloat16) for _ in "qk")
+    v = torch.zeros(1, length, size.heads, size.value_dim, dtype=torch.bfloat16)
+    return tuple(x.requires_grad_() for x in (q, k, v, torch.zeros(1, length, size.heads, dtype=torch.bfloat16)))
+
+
+def run_gdn(size: Size, length: int) -> None:
+    """FLA's gated delta rule, as its layer calls it."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    q, k, v, beta = _first_order_inputs(size, length)
+    g = torch.zeros(1, length, size.heads).requires_grad_()
+    chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0].sum().backward()
+
+
+def run_kda(size: Size, length: int) -> None:
+    """FLA's KDA, as its layer calls it."""
+    from fla.ops.kda import chunk_kda
+
+    q, k, v, beta = _first_order_inputs(size, length)
+    g = torch.zeros(1, length, size.heads, size.key_dim).requires_grad_()
+    chunk_kda(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0].sum().backward()
