@@ -26,13 +26,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TARGET",
         help="GPUs for which other dtypes, chunk sizes, head groups and packs are compiled, too",
     )
+    parser.add_argument("--quick", action="store_true", help="leave out estimated times and emulated counts (minutes)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
 
 
 def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from mdn.bench.kernels import VARIANTS, Variant, broken_bars, compile_variant, count_launches_and_bytes
+    from mdn.bench.kernels import (
+        VARIANTS,
+        Variant,
+        broken_bars,
+        compile_variant,
+        count_executed,
+        count_launches_and_bytes,
+        estimate_times,
+    )
     from mdn.ops.triton.availability import MAX_KEY_DIM, triton_version
 
     version = triton_version()
@@ -65,6 +74,8 @@ def run(args: argparse.Namespace) -> None:
         "bytes_written_by_kernel": {f"K{key_dim}": found["by_kernel"] for key_dim, found in counted.items()},
         **{name: found for name, found in rows.items() if found},
     }
+    if not args.quick:
+        report |= {"estimate_ms": estimate_times(), "counts": count_executed()}
     _show(report, broken_bars(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -202,36 +202,44 @@ def record(op: Callable[[Size, int], None], size: Size, target: str, length: int
     return recorder.launches
 
 
-def run_mdn(size: Size, length: int) -> None:
-    """Forward and backward of the momentum delta rule, with the tiles of a full GPU."""
+def run_mdn(size: Size, length: int, after_pass: Callable[[], None] | None = None) -> None:
+    """Forward and backward of the momentum delta rule, with the tiles of a full GPU. ``after_pass`` is called after
+    each of the two, here and in the other ops."""
     from mdn.bench.kernels import Variant
     from mdn.ops.triton.tiles import assume_heads
 
     variant = Variant("", size.key_dim, size.value_dim, 1, length, size.heads, size.heads)
     with assume_heads(8 * size.heads):
-        variant.run("forward")
-        variant.run("backward")
+        for which in ("forward", "backward"):
+            variant.run(which)
+            if after_pass is not None:
+                after_pass()
 
 
-def _first_order_inputs(size: Size, length: int) -> tuple[Tensor, ...]:
+def _run_first_order(
+    op: Callable[..., Any], size: Size, length: int, gate: Tensor, after_pass: Callable[[], None] | None
+) -> None:
     q, k = (torch.zeros(1, length, size.heads, size.key_dim, dtype=torch.bfloat16) for _ in "qk")
     v = torch.zeros(1, length, size.heads, size.value_dim, dtype=torch.bfloat16)
-    return tuple(x.requires_grad_() for x in (q, k, v, torch.zeros(1, length, size.heads, dtype=torch.bfloat16)))
+    beta = torch.zeros(1, length, size.heads, dtype=torch.bfloat16)
+    q, k, v, beta, gate = (x.requires_grad_() for x in (q, k, v, beta, gate))
+    o = op(q, k, v, g=gate, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+    if after_pass is not None:
+        after_pass()
+    o.sum().backward()
+    if after_pass is not None:
+        after_pass()
 
 
-def run_gdn(size: Size, length: int) -> None:
+def run_gdn(size: Size, length: int, after_pass: Callable[[], None] | None = None) -> None:
     """FLA's gated delta rule, as its layer calls it."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    q, k, v, beta = _first_order_inputs(size, length)
-    g = torch.zeros(1, length, size.heads).requires_grad_()
-    chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0].sum().backward()
+    _run_first_order(chunk_gated_delta_rule, size, length, torch.zeros(1, length, size.heads), after_pass)
 
 
-def run_kda(size: Size, length: int) -> None:
+def run_kda(size: Size, length: int, after_pass: Callable[[], None] | None = None) -> None:
     """FLA's KDA, as its layer calls it."""
     from fla.ops.kda import chunk_kda
 
-    q, k, v, beta = _first_order_inputs(size, length)
-    g = torch.zeros(1, length, size.heads, size.key_dim).requires_grad_()
-    chunk_kda(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0].sum().backward()
+    _run_first_order(chunk_kda, size, length, torch.zeros(1, length, size.heads, size.key_dim), after_pass)

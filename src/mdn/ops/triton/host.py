@@ -8,6 +8,8 @@ names from the arguments gathered so far.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +67,15 @@ def run_launch(launch: Launch) -> None:
     guard = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
     with guard:
         launch.kernel[launch.grid](**launch.arguments, **launch.options)
+
+
+@functools.cache
+def announce_build(passes: str, key_dim: int, value_dim: int, dtype: torch.dtype, seconds: int) -> None:
+    """Say once per process that the first call of its kind takes long."""
+    logging.getLogger("mdn").warning(
+        "Triton builds the kernels of the %s for K=%d, V=%d, %s: about %d seconds, unless its cache has them",
+        *(passes, key_dim, value_dim, str(dtype).removeprefix("torch."), seconds),
+    )
 
 
 _handler: Callable[[Launch], None] = run_launch
@@ -191,6 +202,9 @@ class Pass:
             gamma_M=self.empty_squares(self.compute_dtype) if backward else None,
         )
         self.arguments["BACKWARD"] = backward
+        if self.tensors.q.is_cuda:
+            which, seconds = ("backward pass", 60) if backward else ("forward pass", 20)
+            announce_build(which, self.key_dim, self.value_dim, self.tensors.q.dtype, seconds)
         self.start_per_chunk(prepare_kernel, self.value_heads)
         if self.tensors.q.dtype.itemsize == 2:
             # 16-bit inputs round the residual far above what a stored inverse loses: no refinement.

@@ -109,9 +109,9 @@ _FAMILIES: dict[str, dict[str, tuple[Tile, Tile]]] = {
     # Tensor cores read their operands from shared memory, of which there is more. With three stages a copy has a whole
     # turn of the loop to arrive; with two it is waited for at once.
     "sm_9": {
-        "forward_states": (Tile(32, 8, 3), Tile(16, 8, 2)),
+        "forward_states": (Tile(32, 8, 3), Tile(32, 8, 2)),
         "rebuild_states": (Tile(32, 4, 3), Tile(32, 8, 2)),
-        "backward_states": (Tile(32, 8, 3), Tile(16, 8, 2)),
+        "backward_states": (Tile(32, 8, 3), Tile(32, 8, 2)),
         "backward_scores": (Tile(64, 4, 3), Tile(64, 4, 3)),
         "backward_inputs": (Tile(64, 8, 3), Tile(32, 8, 2)),
     },
