@@ -102,7 +102,7 @@ def conflicts_exhaustively(target: str, edit) -> bool:
     return any(detector.all_conflicts() for detector in made)
 
 
-def check_mutants(target: str, every: int) -> None:
+def check_mutants(target: str, every: int, exhaustively: bool) -> None:
     run_forward(gpu := EmulatedGPU(target, check=True))
     assert not gpu.races
     mutants = places(target)[::every]
@@ -113,16 +113,16 @@ def check_mutants(target: str, every: int) -> None:
         if not gpu.races:
             unreported.append((kernel, what, number))
     for kernel, what, number in unreported:
-        if what == "CTA barrier":
+        if exhaustively and what == "CTA barrier":
             assert not conflicts_exhaustively(target, without(kernel, number)), (kernel, what, number)
     assert len(unreported) <= 0.2 * len(mutants), unreported
 
 
 def test_some_removed_barriers_are_reported():
-    check_mutants("sm_80", every=12)
+    check_mutants("sm_80", every=12, exhaustively=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_every_removed_barrier_wait_or_fence_is_reported_or_redundant(target):
-    check_mutants(target, every=1)
+    check_mutants(target, every=1, exhaustively=True)
