@@ -110,3 +110,17 @@ def test_info_prints_what_it_writes(capsys, tmp_path):
 def test_info_reads_model_directories_too(model_directory, capsys):
     assert main(["info", str(model_directory)]) == 0
     assert "1 x momentum_deltanet, 1 x attention" in capsys.readouterr().out
+
+
+def test_quantize_writes_a_model_that_generates_like_the_original_packed_at_loading(model_directory, capsys, tmp_path):
+    target, arguments = tmp_path / "packed", ("--prompt", "abc", "--max-new-tokens", "12", "--temperature", "0")
+    assert main(["quantize", str(model_directory), str(target), "--weights", "int4"]) == 0
+    assert "int4 weights" in capsys.readouterr().out
+    assert complete(capsys, target, *arguments) == complete(capsys, model_directory, *arguments, "--weights", "int4")
+    assert complete(capsys, target, *arguments, "--weights", "int4") == complete(capsys, target, *arguments)
+    assert main(["info", str(target)]) == 0
+    capsys.readouterr()
+    assert main(["quantize", str(model_directory), str(target)]) == 2
+    assert "is not an empty directory" in capsys.readouterr().err
+    assert main(["generate", str(target), "--prompt", "a", "--weights", "int8"]) == 2
+    assert "the weights are int4 already" in capsys.readouterr().err

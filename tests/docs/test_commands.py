@@ -50,6 +50,8 @@ SHORT = {
     "mdn train demo training.steps=1000 model.mixer=gated_deltanet": f"{TINY} output=runs/again",
     "mdn demo": f"{TINY} output=runs/shown",
     'mdn generate runs/demo --prompt "def "': "--max-new-tokens 3",
+    'mdn generate runs/demo --prompt "def " --weights int8': "--max-new-tokens 3",
+    "mdn quantize runs/demo models/demo-int8 --weights int8": "",
     "mdn convert downloads/gdn models/gdn": "",
     "mdn convert downloads/gated-deltanet models/gdn": "",
     "mdn eval runs/demo --suite perplexity": "--data my_files --limit 1 --max-length 64",

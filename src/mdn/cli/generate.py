@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from mdn.cli.options import (
+    WEIGHT_FORMATS,
     add_loading_arguments,
     add_output_arguments,
     number,
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill-chunk", type=positive_int, help="read a long prompt in pieces of this many tokens")
     parser.add_argument("--no-start-token", action="store_true", help="do not put the start-of-text token first")
     parser.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-text token")
+    parser.add_argument("--weights", choices=WEIGHT_FORMATS, help="pack the weights, for speed on a CPU")
     add_loading_arguments(parser)
     add_output_arguments(parser, plot=False)
 
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
 
     from mdn.common.loading import load
 
-    model, tokenizer = load(args.model, args.dtype, args.device)
+    model, tokenizer = load(args.model, args.dtype, args.device, args.weights)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(torch.long)
     start = tokenizer.bos_token_id
     skipped = 0

@@ -134,6 +134,9 @@ def records_of(args: argparse.Namespace) -> list[Any] | None:
     return record_model(*load_model_and_tokens(args.model, args.text, args.tokens))
 
 
+WEIGHT_FORMATS = ("bf16", "int8", "int4")
+
+
 def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     """`--dtype` and `--device` of a model that is loaded."""
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])

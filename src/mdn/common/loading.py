@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -66,10 +67,15 @@ def choose_device(name: str) -> str:
     return name
 
 
-def load(source: str | Path, dtype: str = "auto", device: str = "auto") -> tuple[Any, Any]:
-    """The model in evaluation mode and its tokenizer."""
+def load(
+    source: str | Path, dtype: str = "auto", device: str = "auto", weight_format: str | None = None
+) -> tuple[Any, Any]:
+    """The model in evaluation mode and its tokenizer; with ``weight_format`` packed so, unless it is stored so."""
     device = choose_device(device)
-    return load_model(source, dtype).to(device), load_tokenizer(source)
+    model = load_model(source, dtype)
+    if weight_format is not None and model.config.weight_format != weight_format:
+        model.quantize(weight_format)
+    return model.to(device), load_tokenizer(source)
 
 
 def load_model(source: str | Path, dtype: str = "auto") -> Any:
@@ -83,10 +89,14 @@ def load_model(source: str | Path, dtype: str = "auto") -> Any:
     with _naming(source), _quiet():
         if Path(place).is_dir():
             read_json(Path(place) / "config.json")
-        found: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True)
+        # Mismatched sizes are let through to be refused below, by name.
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
         model, report = found
         if report["missing_keys"] or report["mismatched_keys"]:
-            names = sorted(str(key) for key in (*report["missing_keys"], *report["mismatched_keys"]))
+            mismatched = (key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])
+            names = sorted((*report["missing_keys"], *mismatched))
             raise ValueError(f"{len(names)} tensors are missing or do not fit the config, first {names[0]}")
         if report["unexpected_keys"]:
             names = sorted(report["unexpected_keys"])
@@ -110,8 +120,11 @@ def refuse_non_finite(model: Any, place: str | Path) -> None:
     """A ValueError that names the first parameter with a NaN or an infinity in it."""
     import torch
 
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
+    from mdn.layers.packed import is_packed
+
+    packed = ((f"{name}.weight", module.weight) for name, module in model.named_modules() if is_packed(module))
+    for name, weights in itertools.chain(model.named_parameters(), packed):
+        if not bool(torch.isfinite(weights).all()):
             raise ValueError(f"{place}: the weights {name} hold NaN or infinity; the model cannot be used")
 
 

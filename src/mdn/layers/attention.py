@@ -24,6 +24,7 @@ ATTENTION_KEYS = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_siz
 
 class Attention(Mixer):
     cache_type: ClassVar[str] = "full_attention"
+    reads_same_input: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,

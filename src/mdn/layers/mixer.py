@@ -57,6 +57,9 @@ class Mixer(nn.Module):
     """later layers read what this one leaves in ``layout.shared``, and gradients flow back through it"""
     config_names: ClassVar[dict[str, str]] = {}
     """arguments of the constructor that the config calls by another name"""
+    reads_same_input: ClassVar[tuple[str, ...]] = ()
+    """names of linear maps (or of low-rank ones, whose first half counts) that all read the token itself: with packed
+    weights they are one matrix"""
     own_defaults: ClassVar[tuple[str, ...]] = ()
     """arguments that keep their default although the config has a field of that name, which means something else for
     this mixer; ``mixer_options`` sets them"""
@@ -217,6 +220,10 @@ class ProjectedMixer(Mixer):
     """for one token, with the state updated in place"""
     flops_per_entry: ClassVar[int]
     """operations per entry of one state matrix and token"""
+    reads_same_input: ClassVar[tuple[str, ...]] = (
+        *("q_proj", "k_proj", "v_proj", "g_proj"),
+        *("a_proj", "b_proj", "m_proj", "e_proj", "f_proj", "gk_proj"),  # gates, where a subclass has them
+    )
     silu_without_conv: ClassVar[bool] = True
     """False: without convolutions q, k and v are plain projections"""
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from mdn.layers import MIXERS
 from mdn.layers.attention import ATTENTION_KEYS
+from mdn.ops.cpu.linear import FORMATS
 
 DEFAULT_LOSS_CHUNK = 1024
 # Sizes beyond these are mistakes: nothing that exists could hold the model.
@@ -89,6 +90,8 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     use_cache: bool = True
+    weight_format: str | None = None
+    """of linear layers and the embedding: None, or packed as "bf16", "int8" or "int4" (``model.quantize``)"""
     pad_token_id: int | None = None
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
@@ -193,6 +196,8 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
             raise ValueError(f"mlp must be 'swiglu' or 'rwkv7', got {self.mlp!r}")
         if self.norm not in ("rmsnorm", "layernorm"):
             raise ValueError(f"norm must be 'rmsnorm' or 'layernorm', got {self.norm!r}")
+        if self.weight_format is not None and self.weight_format not in FORMATS:
+            raise ValueError(f"weight_format must be null or one of {', '.join(FORMATS)}, got {self.weight_format!r}")
         if self.use_l2warp:
             raise ValueError("use_l2warp=True is not supported; set it to false")
 

@@ -83,13 +83,23 @@ def read_checkpoint(source: Path, progress: bool = False) -> Conversion:
 
 
 def write_model(conversion: Conversion, source: Path, target: Path) -> None:
-    """Writes the model and the source's tokenizer to a new directory: all of it, or nothing."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists and is not an empty directory: give a new one")
+    """Writes the converted model and the source's tokenizer to a new directory."""
+    refuse_used(target)
     with torch.device("meta"):
         model = MomentumDeltaNetForCausalLM(conversion.config)
     model.load_state_dict(conversion.weights, assign=True)
     model.tie_weights()
+    save_with_tokenizer(model, source, target)
+
+
+def refuse_used(target: Path) -> None:
+    """A ValueError unless ``target`` can be a new directory."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not an empty directory: give a new one")
+
+
+def save_with_tokenizer(model: MomentumDeltaNetForCausalLM, source: Path, target: Path) -> None:
+    """The model, and the tokenizer's files that are in ``source``, in a new directory: all of it, or nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         unfinished = Path(scratch) / target.name

@@ -70,7 +70,7 @@ def load_config(source: str) -> MomentumDeltaNetConfig:
 def model_facts(config: MomentumDeltaNetConfig, context: int = 4096, element_bytes: int = 2) -> ModelFacts:
     """``context``: tokens seen so far, for attention; ``element_bytes``: of the model's dtype (2: bfloat16)."""
     with torch.device("meta"):
-        model = MomentumDeltaNetForCausalLM(config)
+        model = MomentumDeltaNetForCausalLM(unpacked(config))
     mixers = [module for module in model.modules() if isinstance(module, Mixer)]
     state_bytes, growth = _state_bytes(mixers, context, element_bytes)
     linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
@@ -85,6 +85,11 @@ def model_facts(config: MomentumDeltaNetConfig, context: int = 4096, element_byt
         training_flops_per_token=3 * forward,
         context=context,
     )
+
+
+def unpacked(config: MomentumDeltaNetConfig) -> MomentumDeltaNetConfig:
+    """The same model with ordinary parameters."""
+    return MomentumDeltaNetConfig.from_dict(config.to_dict() | {"weight_format": None})
 
 
 def _parameters_by_part(model: MomentumDeltaNetForCausalLM) -> dict[str, int]:

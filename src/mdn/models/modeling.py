@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,11 @@ from transformers.utils import can_return_tuple, logging
 from mdn.layers import MIXERS, ChannelMixing, Mixer, RMSNorm, TokenLayout, make_layout
 from mdn.layers.init import initialise
 from mdn.layers.mixer import RECURRENT_LAYER_TYPE
+from mdn.layers.packed import Packed, PackedLinear
 from mdn.models import cache as _registers_the_cache_layer  # noqa: F401
 from mdn.models.config import MomentumDeltaNetConfig
 from mdn.models.loss import chunked_linear_cross_entropy, shift_labels_left
+from mdn.models.quantize import check_format, pack_modules
 from mdn.ops.boundaries import SequenceBoundaries
 
 logger = logging.get_logger(__name__)
@@ -36,6 +38,8 @@ logger = logging.get_logger(__name__)
 
 class GatedMLP(nn.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    reads_same_input: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -92,6 +96,8 @@ class MomentumDeltaNetPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def post_init(self) -> None:
+        if self.config.weight_format is not None:
+            pack_modules(self, self.config.weight_format, fill=False)
         # The gates' parameters are small, and exponentiated: they stay float32 when the model is loaded in bfloat16.
         self._keep_in_fp32_modules_strict = {name.rpartition(".")[2] for name in self.no_weight_decay_names()}
         super().post_init()
@@ -109,6 +115,32 @@ class MomentumDeltaNetPreTrainedModel(PreTrainedModel):
             for name in module.no_weight_decay
             if getattr(module, name, None) is not None
         ]
+
+    def quantize(self, weight_format: str) -> Self:
+        """Rounds every linear layer and the embedding to ``bf16``, ``int8`` or ``int4``, in place, for inference on a
+        CPU. What is left becomes float32. Returns the model; ``save_pretrained`` and ``from_pretrained`` keep the
+        format."""
+        check_format(weight_format)
+        if self.config.weight_format is not None:
+            raise ValueError(f"the weights are {self.config.weight_format} already: quantise the original model")
+        pack_modules(self.float(), weight_format, fill=True)
+        self.config.weight_format = weight_format
+        self.all_tied_weights_keys = {}  # of transformers, for parameters; see tie_weights
+        self.tie_weights()
+        return self
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """transformers' map of tied parameters; packed weights are buffers, which the head shares by itself."""
+        if self.config.weight_format is not None:
+            return {}
+        tied: dict[str, str] = super().get_expanded_tied_weights_keys(all_submodels)
+        return tied
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().tie_weights(*args, **kwargs)
+        head, embeddings = self.get_output_embeddings(), self.get_input_embeddings()
+        if isinstance(head, PackedLinear) and isinstance(embeddings, Packed) and self.config.tie_word_embeddings:
+            head.share_weights_of(embeddings)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, *args: Any, **kwargs: Any

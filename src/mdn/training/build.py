@@ -61,6 +61,11 @@ def model_config(recipe: Recipe, vocab_size: int, end_id: int) -> MomentumDeltaN
         too_small = built.vocab_size < vocab_size
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise ValueError(f"recipe {recipe.name}: model: {one_line(error)}") from None
+    if built.weight_format is not None:
+        raise ValueError(
+            f"model.weight_format={built.weight_format!r}: packed weights cannot be trained; leave it out, and pack "
+            "the trained model with `mdn quantize`"
+        )
     if too_small:
         raise ValueError(
             f"model.vocab_size={built.vocab_size} is smaller than the tokenizer's vocabulary of {vocab_size}"
@@ -146,7 +151,7 @@ def identity_of(recipe: Recipe, config: MomentumDeltaNetConfig, data: str) -> di
     training = recipe.training.model_dump(mode="json") | {"total_steps": recipe.training.total_steps}
     flat = {f"training.{name}": value for name, value in training.items() if name not in not_decisive}
     flat["training.steps"] = flat.pop("training.total_steps")
-    not_model = {"transformers_version", "dtype", "torch_dtype", "architectures", "backend"}
+    not_model = {"transformers_version", "dtype", "torch_dtype", "architectures", "backend", "weight_format"}
     model = {name: value for name, value in config.to_dict().items() if name not in not_model}
     flat |= {f"model.{name}": value for name, value in model.items()}
     if recipe.model.get("init_from") is not None:

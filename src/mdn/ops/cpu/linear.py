@@ -40,6 +40,11 @@ class PackedWeight(NamedTuple):
     scales: Tensor | None
     """None; [panels, 16] float32 (int8); [panels, inputs / 32, 16] bfloat16 (int4)"""
 
+    @property
+    def padded_outputs(self) -> int:
+        """Where the next matrix would begin."""
+        return self.outputs + -self.outputs % PANEL
+
 
 def pack(weight: Tensor, format: str) -> PackedWeight:
     """``weight`` [outputs, inputs], any float dtype, rounded to one of ``FORMATS``."""
@@ -70,21 +75,42 @@ def pack(weight: Tensor, format: str) -> PackedWeight:
     return PackedWeight(format, outputs, inputs, _interleaved(pairs, 4), by_panel)
 
 
-def unpack(packed: PackedWeight) -> Tensor:
-    """The weights [outputs, inputs] that the kernel computes with, float32."""
-    rows = packed.weights.transpose(1, 2).flatten(2).flatten(0, 1)
-    if packed.format == "bf16":
-        weight = rows.float()
-    elif packed.format == "int8":
-        assert packed.scales is not None
-        weight = rows.float() * packed.scales.view(-1, 1)
+def unpack(packed: PackedWeight, rows: Tensor | None = None) -> Tensor:
+    """The weights [outputs, inputs] that the kernel computes with, float32; only these outputs if ``rows`` (int64)."""
+    if rows is None:
+        chosen = packed.weights.transpose(1, 2).flatten(2).flatten(0, 1)
     else:
-        assert packed.scales is not None
-        integers = torch.stack([rows & 15, rows >> 4], 2).flatten(1).to(torch.int16)
-        signed = integers - 16 * (integers > 7)
-        scales = packed.scales.transpose(1, 2).flatten(0, 1).float()
+        chosen = packed.weights[rows // PANEL, :, rows % PANEL].flatten(1)
+    if packed.scales is None:
+        weight = chosen.float()
+    elif packed.format == "int8":
+        weight = chosen.float() * _of_rows(packed.scales.view(-1), rows).unsqueeze(1)
+    else:
+        integers = torch.stack([chosen & 15, chosen >> 4], 2).flatten(1).to(torch.int8)
+        signed = (integers ^ 8) - 8
+        scales = _of_rows(packed.scales.transpose(1, 2).flatten(0, 1), rows).float()
         weight = (signed.float().unflatten(1, (-1, GROUP)) * scales[..., None]).flatten(1)
-    return weight[: packed.outputs, : packed.inputs]
+    return weight[: packed.outputs, : packed.inputs] if rows is None else weight[:, : packed.inputs]
+
+
+def _of_rows(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x[rows]
+
+
+def packed_like(outputs: int, inputs: int, format: str, device: torch.device | str | None = None) -> PackedWeight:
+    """An uninitialised ``PackedWeight`` of these sizes."""
+    panels, depth = -(-outputs // PANEL), inputs + -inputs % GROUP
+    if format == "bf16":
+        weights = torch.empty(panels, depth // 2, PANEL, 2, dtype=torch.bfloat16, device=device)
+        return PackedWeight(format, outputs, inputs, weights, None)
+    if format == "int8":
+        weights = torch.empty(panels, depth // 4, PANEL, 4, dtype=torch.int8, device=device)
+        return PackedWeight(
+            format, outputs, inputs, weights, torch.empty(panels, PANEL, dtype=torch.float32, device=device)
+        )
+    weights = torch.empty(panels, depth // 8, PANEL, 4, dtype=torch.uint8, device=device)
+    scales = torch.empty(panels, depth // GROUP, PANEL, dtype=torch.bfloat16, device=device)
+    return PackedWeight(format, outputs, inputs, weights, scales)
 
 
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -93,27 +119,54 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tenso
         raise ValueError(f"x must have {packed.inputs} inputs in its last dimension, got shape {list(x.shape)}")
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         raise ValueError("packed weights have no backward pass: call linear under torch.no_grad() or detach x")
-    rows = x.reshape(-1, packed.inputs)
-    depth = packed.inputs + -packed.inputs % GROUP
-    if depth != packed.inputs:
-        rows = F.pad(rows, (0, depth - packed.inputs))
-    rows = values("x", rows, torch.float32, (len(rows), depth))
-    bias = optional_values("bias", bias, torch.float32, (packed.outputs,))
-    y = torch.empty(len(rows), packed.outputs)
-    struct = Linear(
-        batch=len(rows),
-        depth=depth,
-        outputs=packed.outputs,
-        format=FORMATS.index(packed.format),
-        threads=1 if packed.outputs * depth < SMALL else torch.get_num_threads(),
-        weights=packed.weights.data_ptr(),
-        scales=None if packed.scales is None else packed.scales.data_ptr(),
-        x=rows.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        y=y.data_ptr(),
-    )
-    check_result(library().mdn_linear(byref(struct)))
+    y = Product([packed], bias)(x.reshape(-1, packed.inputs))
     return y.view(*x.shape[:-1], packed.outputs).to(x.dtype)
+
+
+class Product:
+    """The product with one matrix, or with several at once that lie one behind the other in memory; checked and bound
+    once, for many calls."""
+
+    def __init__(self, matrices: list[PackedWeight], bias: Tensor | None = None):
+        first, total = matrices[0], sum(m.padded_outputs for m in matrices)
+        self.inputs, self.depth = first.inputs, first.inputs + -first.inputs % GROUP
+        # Matrices start at a multiple of 16 outputs; what pads the last one is not computed.
+        self.outputs = total - matrices[-1].padded_outputs + matrices[-1].outputs
+        self.places = [sum(m.padded_outputs for m in matrices[:i]) for i in range(len(matrices))]
+        self.addresses = [m.weights.data_ptr() for m in matrices]
+        self.bias = optional_values("bias", bias, torch.float32, (self.outputs,))
+        self.matrices = matrices  # keeps the memory
+        self.is_small = total * self.depth < SMALL
+        struct = Linear(
+            depth=self.depth,
+            outputs=self.outputs,
+            format=FORMATS.index(first.format),
+            threads=1,
+            weights=first.weights.data_ptr(),
+            scales=None if first.scales is None else first.scales.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+        )
+        self.template = bytes(struct)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows [n, inputs] -> [n, outputs], float32; matrix i has the columns from ``places[i]`` on."""
+        if self.depth != self.inputs:
+            rows = F.pad(rows, (0, self.depth - self.inputs))
+        rows = values("x", rows, torch.float32, (len(rows), self.depth))
+        y = torch.empty(len(rows), self.outputs, dtype=torch.float32)
+        struct = Linear.from_buffer_copy(self.template)
+        struct.batch, struct.x, struct.y = len(rows), rows.data_ptr(), y.data_ptr()
+        if not self.is_small:
+            struct.threads = torch.get_num_threads()
+        check_result(library().mdn_linear(byref(struct)))
+        return y
+
+
+def side_by_side(tensors: list[Tensor]) -> list[Tensor]:
+    """The same tensors as views of one new piece of memory, one behind the other."""
+    memory = torch.cat([x.reshape(-1) for x in tensors])
+    parts = memory.split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors)]
 
 
 def _interleaved(rows: Tensor, n: int) -> Tensor:
