@@ -26,7 +26,7 @@ demo: setup
 	$(BIN)/mdn demo
 
 test: setup-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow'
 
 test-slow: setup-dev
 	$(BIN)/python -m pytest -m slow

@@ -22,6 +22,8 @@ from mdn.cli import COMMANDS, build_parser, main
 from pages import ROOT, Command, commands
 from training_support import write_corpus
 
+pytestmark = pytest.mark.first
+
 ALL = commands()
 
 TINY = (

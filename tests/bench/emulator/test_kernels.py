@@ -14,6 +14,7 @@ from mdn.bench.emulator import EmulatedGPU
 from mdn.ops import chunk_momentum_delta_rule, momentum_delta_step, recurrent_momentum_delta_rule
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.first
 
 # Largest difference over largest value; 16-bit operands are rounded before every product.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
