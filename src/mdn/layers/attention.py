@@ -9,7 +9,7 @@ token see itself and the w - 1 tokens before it.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,13 @@ from mdn.layers.cache_access import LayerState
 from mdn.layers.mixer import Mixer, StateShape
 from mdn.layers.token_layout import TokenLayout
 
+if TYPE_CHECKING:
+    from mdn.parallel import ContextParallelPlan
+
 ATTENTION_KEYS = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")
+
+QUERIES_AT_ONCE = 1024
+"""bounds the mask ``[queries, keys]`` of context parallelism"""
 
 
 class Attention(Mixer):
@@ -68,7 +74,9 @@ class Attention(Mixer):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in heads)
         cos, sin = layout.rotary(self.head_dim, self.rope_theta, hidden_states.device)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if state is not None:
+        if layout.context_parallel is not None:
+            o = self._attend_over_ranges(q, k, v, layout.context_parallel)
+        elif state is not None:
             o = self._attend_cached(q, k, v, layout, state)
         elif layout.boundaries is not None:
             o = self._attend_packed(q, k, v, layout)
@@ -93,6 +101,19 @@ class Attention(Mixer):
         sequences = zip(*(x.transpose(1, 2).split(lengths, dim=2) for x in (q, k, v)))
         parts = [self._attend(*sequence) for sequence in sequences]
         return torch.cat(parts, dim=2).transpose(1, 2) if parts else q
+
+    def _attend_over_ranges(self, q: Tensor, k: Tensor, v: Tensor, plan: ContextParallelPlan) -> Tensor:
+        """Every rank gathers all keys and values; its queries see those of their own document up to themselves."""
+        queries, keys, values = (x.transpose(1, 2) for x in (q, plan.gather(k), plan.gather(v)))
+        parts = []
+        for piece in plan.pieces:
+            begin = plan.documents.offsets[piece.document]
+            for start in range(piece.start, piece.end, QUERIES_AT_ONCE):
+                end = min(start + QUERIES_AT_ONCE, piece.end)
+                seen = slice(begin, int(plan.tokens[end - 1]) + 1)
+                mask = causal_mask(end - start, seen.stop - begin, self.window_size, q.device)
+                parts.append(self._attend(queries[:, :, start:end], keys[:, :, seen], values[:, :, seen], mask))
+        return torch.cat(parts, dim=2).transpose(1, 2)
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: LayerState) -> Tensor:
         """Appends the new columns to the cache and attends to all columns that are tokens."""

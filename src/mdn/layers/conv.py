@@ -7,11 +7,16 @@ filled with its state or with zeros.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.layers.token_layout import TokenLayout
+from mdn.layers.token_layout import TokenLayout, make_layout
+
+if TYPE_CHECKING:
+    from mdn.parallel import ContextParallelPlan
 
 
 class ShortConvolution(nn.Module):
@@ -30,11 +35,36 @@ class ShortConvolution(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def forward(
-        self, x: Tensor, layout: TokenLayout | None = None, state: Tensor | None = None, return_state: bool = False
+        self,
+        x: Tensor,
+        layout: TokenLayout | None = None,
+        state: Tensor | None = None,
+        return_state: bool = False,
+        context_parallel: ContextParallelPlan | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """y, and with ``return_state`` the state after the last token; ``state=None``: nothing came before."""
+        """y, and with ``return_state`` the state after the last token; ``state=None``: nothing came before.
+
+        With a plan (its own, or the layout's) x holds one rank's tokens and states are those of all documents.
+        """
+        if layout is None:
+            layout = make_layout((x.shape[0], x.shape[1]), context_parallel=context_parallel)
+        if layout.context_parallel is not None:
+            return self._over_ranges(x, layout, layout.context_parallel, state, return_state)
+        return self._forward(x, layout, state, return_state)
+
+    def _over_ranges(
+        self, x: Tensor, layout: TokenLayout, plan: ContextParallelPlan, state: Tensor | None, return_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The inputs before a piece are those of other ranges, and then those before its document."""
+        history = plan.history(x, self.width - 1, None if state is None else state.mT)
+        y, last = self._forward(x, layout, history.mT, return_state)
+        return y, None if last is None else plan.final_of_documents(last, state)
+
+    def _forward(
+        self, x: Tensor, layout: TokenLayout, state: Tensor | None, return_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
         history = self.width - 1
-        if layout is None or layout.boundaries is None:
+        if layout.boundaries is None:
             extended = F.pad(x, (0, 0, history, 0)) if state is None else torch.cat([state.mT.to(x.dtype), x], dim=1)
             y = self._convolve(extended)
             last = extended[:, x.shape[1] :].mT if return_state else None

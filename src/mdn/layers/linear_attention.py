@@ -99,7 +99,7 @@ class LinearAttention(ProjectedMixer):
             **inputs,
             initial_state=None if S is None or z is None else (S, z.unsqueeze(1)),
             output_final_state=state is not None,
-            cu_seqlens=layout.boundaries,
+            **layout.sequences(),
             backend=self.backend,
         )
         if state is not None and final_state is not None:

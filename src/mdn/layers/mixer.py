@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ from mdn.layers.init import initialise
 from mdn.layers.norms import RMSNorm
 from mdn.layers.token_layout import TokenLayout, make_layout
 from mdn.ops.boundaries import SequenceBoundaries
+
+if TYPE_CHECKING:
+    from mdn.parallel import ContextParallelPlan
 
 Rule = Callable[..., Any]
 
@@ -124,24 +127,29 @@ class Mixer(nn.Module):
         *,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | SequenceBoundaries | None = None,
+        context_parallel: ContextParallelPlan | None = None,
     ) -> Tensor:
         """``[B, T, D]`` to ``[B, T, D]``.
 
         A model makes one ``layout`` for all its layers. A layer on its own takes ``attention_mask`` ``[B, past + T]``
-        (the output is zero at masked tokens) or, for a pack ``[1, total, D]``, ``cu_seqlens`` ``[N + 1]``.
+        (the output is zero at masked tokens) or, for a pack ``[1, total, D]``, ``cu_seqlens`` ``[N + 1]``, or for one
+        rank's tokens of a pack ``context_parallel``.
         """
         if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"hidden_states must have shape [B, T, {self.hidden_size}], got {list(hidden_states.shape)}"
             )
         if layout is None:
-            return self._forward_alone(hidden_states, past_key_values, attention_mask, cu_seqlens)
+            return self._forward_alone(hidden_states, past_key_values, attention_mask, cu_seqlens, context_parallel)
         if not isinstance(layout, TokenLayout):
             raise TypeError(
                 f"layout must be a TokenLayout, got {type(layout).__name__}; give a mask as attention_mask="
             )
-        if attention_mask is not None or cu_seqlens is not None:
-            raise ValueError("layout already says where the tokens are: give no attention_mask or cu_seqlens beside it")
+        if attention_mask is not None or cu_seqlens is not None or context_parallel is not None:
+            raise ValueError(
+                "layout already says where the tokens are: give no attention_mask, cu_seqlens or context_parallel "
+                "beside it"
+            )
         return self.mix(hidden_states, layout, self._state(past_key_values, layout))
 
     def _forward_alone(
@@ -150,6 +158,7 @@ class Mixer(nn.Module):
         past_key_values: Any,
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | SequenceBoundaries | None,
+        context_parallel: ContextParallelPlan | None,
     ) -> Tensor:
         """A call outside a model, which would make the layout and count the cache's columns."""
         has_cache = past_key_values is not None and self.layer_idx is not None
@@ -159,6 +168,7 @@ class Mixer(nn.Module):
             cu_seqlens=cu_seqlens,
             past_length=past_key_values.get_seq_length(self.layer_idx) if has_cache else None,
             has_attention=self.cache_type == "full_attention",
+            context_parallel=context_parallel,
         )
         state = self._state(past_key_values, layout)
         output = layout.leave(self.mix(layout.enter(hidden_states), layout, state))
@@ -178,7 +188,7 @@ class Mixer(nn.Module):
             **inputs,
             initial_state=None if state is None else state.initial_recurrent(0),
             output_final_state=state is not None,
-            cu_seqlens=layout.boundaries,
+            **layout.sequences(),
             backend=self.backend,
             **options,
         )

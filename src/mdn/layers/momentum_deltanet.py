@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,9 @@ from mdn.layers.mixer import ProjectedMixer, StateShape, value_head_dim
 from mdn.layers.norms import GatedRMSNorm, RMSNorm
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops.boundaries import SequenceBoundaries
+
+if TYPE_CHECKING:
+    from mdn.parallel import ContextParallelPlan
 
 MODES = ("chunk", "fused_recurrent")
 
@@ -169,6 +172,7 @@ class MomentumRule(nn.Module):
         initial_state: tuple[Tensor, Tensor] | None,
         output_final_state: bool,
         boundaries: SequenceBoundaries | None,
+        context_parallel: ContextParallelPlan | None = None,
     ) -> ops.MomentumOutput:
         """q, k ``[B, T, H, K]``, v ``[B, T, HV, V]``, gates ``[B, T, HV]``; initial S and M ``[N, HV, K, V]``."""
         arguments: dict[str, Any] = {
@@ -178,14 +182,19 @@ class MomentumRule(nn.Module):
             **gates._asdict(),
             "initial_state": initial_state,
             "output_final_state": output_final_state,
-            "cu_seqlens": boundaries,
+            "cu_seqlens": None if context_parallel is not None else boundaries,
             "use_p_times_alpha": self.use_p_times_alpha,
         }
         if self.block_size > 1:
+            if context_parallel is not None:
+                raise ValueError(
+                    f"momentum_block_size={self.block_size} cannot be combined with context_parallel: blocks would be "
+                    "counted from the start of every rank's tokens"
+                )
             return ops.blockwise_momentum_delta_rule(**arguments, block_size=self.block_size, backend=self.backend)
         rule = ops.chunk_momentum_delta_rule if self.mode == "chunk" else ops.fused_recurrent_momentum_delta_rule
         # The gate map cannot leave its range, so the values need not be checked again.
-        return rule(**arguments, backend=self.backend, check_gates=False)
+        return rule(**arguments, backend=self.backend, check_gates=False, context_parallel=context_parallel)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: tuple[Tensor, Tensor]) -> Tensor:
         """o ``[B, HV, V]`` of one token; (S, M) are updated in place. Token by token also in a model with blocks."""
@@ -350,6 +359,7 @@ class MomentumDeltaNet(ProjectedMixer):
             initial_state=None if S is None or M is None else (S, M),
             output_final_state=state is not None,
             boundaries=layout.boundaries,
+            context_parallel=layout.context_parallel,
         )
         if state is not None and output.final_state is not None:
             S, M = output.final_state

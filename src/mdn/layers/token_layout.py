@@ -10,12 +10,16 @@ which case sequence n is row n of that batch and may have no token at all.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.context_parallel import requested_plan
+
+if TYPE_CHECKING:
+    from mdn.parallel import ContextParallelPlan
 
 
 class RotaryAngles(NamedTuple):
@@ -40,7 +44,8 @@ class TokenLayout:
     """The layout of one call.
 
     ``shape`` is (B, T) as the caller gave them, ``past_length`` the columns that the cache already holds, and
-    ``key_mask`` (bool ``[B, past + T]``, attention layers only) says which of all columns are tokens.
+    ``key_mask`` (bool ``[B, past + T]``, attention layers only) says which of all columns are tokens. With
+    ``context_parallel`` the tokens are one rank's, and ``boundaries`` those of its pieces.
     """
 
     def __init__(
@@ -52,8 +57,10 @@ class TokenLayout:
         past_length: int = 0,
         key_mask: Tensor | None = None,
         positions: Tensor | None = None,
+        context_parallel: ContextParallelPlan | None = None,
     ):
         self.shape = shape
+        self.context_parallel = context_parallel
         self.boundaries = boundaries
         self.unpadded = unpadded
         self.past_length = past_length
@@ -71,6 +78,12 @@ class TokenLayout:
     def packed_by_caller(self) -> bool:
         """The sequences share one row that the caller packed (not a batch whose padding was removed)."""
         return self.boundaries is not None and not self.unpadded
+
+    def sequences(self) -> dict[str, Any]:
+        """How an op is told where sequences begin: its arguments ``cu_seqlens`` and ``context_parallel``."""
+        if self.context_parallel is not None:
+            return {"context_parallel": self.context_parallel}
+        return {"cu_seqlens": self.boundaries}
 
     # ---------------------------------------------------------------- padded <-> packed
 
@@ -139,6 +152,7 @@ def make_layout(
     past_length: int | None = None,
     has_attention: bool = False,
     all_tokens_valid: bool = False,
+    context_parallel: ContextParallelPlan | None = None,
 ) -> TokenLayout:
     """The layout of ``shape`` = (B, T) new tokens.
 
@@ -150,6 +164,9 @@ def make_layout(
         position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1]
     ):
         raise ValueError(f"position_ids must have shape [{shape[0]}, {shape[1]}], got {list(position_ids.shape)}")
+    plan = requested_plan(context_parallel, cu_seqlens)
+    if plan is not None:
+        return _layout_of_plan(shape, plan, attention_mask, position_ids, seq_idx, past_length is not None)
     pack = _explicit_pack(shape, cu_seqlens, seq_idx, past_length is not None)
     if pack is not None:
         _refuse_padding(attention_mask, shape)
@@ -167,6 +184,29 @@ def make_layout(
         if pack is not None:
             return TokenLayout(shape, pack)
     return TokenLayout(shape, past_length=past, key_mask=key_mask, positions=position_ids)
+
+
+def _layout_of_plan(
+    shape: tuple[int, int],
+    plan: ContextParallelPlan,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    seq_idx: Tensor | None,
+    has_cache: bool,
+) -> TokenLayout:
+    """One rank's tokens; the plan knows the documents and the positions in them."""
+    if shape != (1, plan.local_tokens):
+        raise ValueError(
+            f"with context_parallel the tokens must be this rank's, [1, {plan.local_tokens}] (plan.scatter), got "
+            f"{list(shape)}"
+        )
+    if position_ids is not None or seq_idx is not None:
+        name = "position_ids" if seq_idx is None else "seq_idx"
+        raise ValueError(f"{name} must not be given beside context_parallel: the plan knows the documents")
+    if has_cache:
+        raise ValueError("past_key_values cannot be used with context_parallel: prefill and decode in one process")
+    _refuse_padding(attention_mask, shape)
+    return TokenLayout(shape, plan.boundaries, positions=plan.positions, context_parallel=plan)
 
 
 def _padded_layout(

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,12 @@ from mdn.layers.mixer import RECURRENT_LAYER_TYPE
 from mdn.layers.packed import Packed, PackedLinear
 from mdn.models import cache as _registers_the_cache_layer  # noqa: F401
 from mdn.models.config import MomentumDeltaNetConfig
-from mdn.models.loss import chunked_linear_cross_entropy, shift_labels_left
+from mdn.models.loss import IGNORE_INDEX, chunked_linear_cross_entropy, shift_labels_left
 from mdn.models.quantize import check_format, pack_modules
 from mdn.ops.boundaries import SequenceBoundaries
+
+if TYPE_CHECKING:
+    from mdn.parallel import ContextParallelPlan
 
 logger = logging.get_logger(__name__)
 
@@ -237,13 +240,15 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         all_tokens_valid: bool = False,
+        context_parallel: ContextParallelPlan | None = None,
     ) -> TokenLayout:
         """Where the tokens of a call with ``tokens [B, T, ...]`` are.
 
         ``attention_mask [B, past + T]`` marks tokens with 1. A pack is one row with ``cu_seqlens [N + 1]``, with
         ``seq_idx [1, T]`` (the number of each token's sequence) or with ``position_ids`` that restart; the Trainer's
         collator writes ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (which must agree) and lengths that follow from them.
-        ``all_tokens_valid=True`` promises that no new token is masked.
+        ``all_tokens_valid=True`` promises that no new token is masked. With ``context_parallel`` the tokens are one
+        rank's, ``[1, T]``, of a pack that the plan describes.
         """
         if cu_seq_lens_q is not None and cu_seq_lens_k is not None and not torch.equal(cu_seq_lens_q, cu_seq_lens_k):
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal: queries and keys are the same tokens")
@@ -260,6 +265,7 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
             past_length=None if past_key_values is None else past_key_values.get_seq_length(),
             has_attention=self.has_attention,
             all_tokens_valid=all_tokens_valid,
+            context_parallel=context_parallel,
         )
 
     def _refuse_unsupported(self, output_attentions: bool | None) -> None:
@@ -313,7 +319,8 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, T, V]`` and, with ``labels [B, T]`` (shifted here) or ``shift_labels [B, T]``, the loss.
 
-        The loss is a mean over the labelled tokens, or a sum divided by ``num_items_in_batch``. With
+        The loss is a mean over the labelled tokens, or a sum divided by ``num_items_in_batch``; with
+        ``context_parallel`` over those of all ranks, while gradients are those of this rank's tokens. With
         ``config.loss_chunk_size`` and labels the logits are never built and the output's ``logits`` is None.
         ``where`` are the further arguments of ``MomentumDeltaNetModel.layout_of``, such as ``cu_seqlens``.
         """
@@ -345,7 +352,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden_states[:, kept])
         if shift_labels is not None:
-            loss = self._loss(hidden_states, logits, shift_labels, num_items_in_batch)
+            loss = self._loss(hidden_states, logits, shift_labels, num_items_in_batch, layout)
         return CausalLMOutputWithPast(
             loss=loss,  # type: ignore[arg-type]
             logits=logits,
@@ -357,6 +364,10 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         """Each token's label is the next token. Masked tokens do not count, and the last token of a packed sequence
         does not predict the first of the next."""
         _check_labels("labels", labels, layout)
+        plan = layout.context_parallel
+        if plan is not None:  # the label of a range's last token is the first of the next range
+            ends = plan.documents.cu_seqlens[1:] - 1
+            return plan.scatter(shift_labels_left(plan.gather(labels), last=ends))
         valid, last = None, None
         if layout.unpadded and attention_mask is not None:
             valid = attention_mask[:, -labels.shape[1] :].bool()
@@ -370,19 +381,26 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         logits: Tensor | None,
         shift_labels: Tensor,
         num_items_in_batch: Tensor | int | None,
+        layout: TokenLayout,
     ) -> Tensor:
+        plan = layout.context_parallel
+        if plan is not None and num_items_in_batch is None:
+            num_items_in_batch = plan.count((shift_labels != IGNORE_INDEX).sum())
+        loss: Tensor
         if logits is None:
             chunk_size = self.config.loss_chunk_size
-            return chunked_linear_cross_entropy(
+            loss = chunked_linear_cross_entropy(
                 hidden_states, self.lm_head.weight, shift_labels, chunk_size, num_items_in_batch
             )
-        return self.loss_function(
-            logits=logits,
-            labels=None,
-            vocab_size=self.vocab_size,
-            shift_labels=shift_labels.contiguous(),
-            num_items_in_batch=num_items_in_batch,
-        )
+        else:
+            loss = self.loss_function(
+                logits=logits,
+                labels=None,
+                vocab_size=self.vocab_size,
+                shift_labels=shift_labels.contiguous(),
+                num_items_in_batch=num_items_in_batch,
+            )
+        return loss if plan is None else plan.global_loss(loss)
 
     # ---------------------------------------------------------------- generation
 

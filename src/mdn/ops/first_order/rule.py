@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mdn.ops.backends import requested_backend, resolve
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.context_parallel import RangeOutput, TokenTensors, check_tokens, over_ranges, refuse_plan, requested_plan
 from mdn.ops.first_order import inputs
 from mdn.ops.first_order.chunk_scalar import chunk_scalar_decay, native_scalar_decay, native_step
 from mdn.ops.first_order.chunk_vector import chunk_vector_decay
@@ -21,6 +22,9 @@ from mdn.ops.first_order.reference import recurrent_form, step_
 from mdn.ops.momentum.interface import RuleOptions
 from mdn.ops.momentum.step import prepared_once
 from mdn.ops.shared_checks import check_scale, check_state_indices, without_autocast
+
+if TYPE_CHECKING:
+    from mdn.parallel import ContextParallelPlan
 
 StepFunction = Callable[[FirstOrderTensors, Tensor, Tensor | None], Tensor]
 """of the tensors of one token, the state that changes in place, and the slots"""
@@ -37,12 +41,13 @@ class SharedArguments(NamedTuple):
     state_v_first: bool = False
     normalize: bool = False
     """linear attention only"""
+    context_parallel: ContextParallelPlan | None = None
 
 
 HINTS = ("cu_seqlens_cpu", "chunk_indices", "safe_gate", "disable_recompute")
 """arguments of FLA's functions that change how its kernels compute, not what"""
 REFUSED = {
-    "cp_context": "context parallelism is not offered for the first-order rules",
+    "cp_context": "it belongs to FLA's context parallelism; give context_parallel=ContextParallelPlan",
     "return_intermediate_states": "states inside a sequence are not returned; call the rule on its pieces",
     "use_graph": "it belongs to FLA's Ascend kernels",
     "max_num_seqs": "it belongs to FLA's Ascend kernels",
@@ -82,6 +87,9 @@ class Rule:
         self.check_hints(hints)
         inputs.check_chunk_size(chunk_size)
         scale = self.check(tensors, shared.scale)
+        plan = requested_plan(shared.context_parallel, shared.cu_seqlens)
+        if plan is not None:
+            return self._chunk_over_ranges(plan, tensors, shared, chunk_size, backend, hints)
         refuse_transforms(f"chunk_{self.name}", f"recurrent_{self.name}", (*tensors, shared.initial_state))
         inputs.check_gate_values(tensors, self.arguments)
         chosen = self.backend_for(tensors, backend)
@@ -100,8 +108,35 @@ class Rule:
 
         return _finish(contain_damage(compute, tensors, boundaries), tensors.v, shared)
 
+    def _chunk_over_ranges(
+        self,
+        plan: ContextParallelPlan,
+        tensors: FirstOrderTensors,
+        shared: SharedArguments,
+        chunk_size: int,
+        backend: str,
+        hints: Mapping[str, Any],
+    ) -> FirstOrderOutput:
+        """The same for this rank's tokens; states are those of all documents, on every rank."""
+        check_tokens(self.arguments["q"], tensors.q, plan)
+        plain = shared._replace(context_parallel=None, initial_state=None, output_final_state=True, state_v_first=False)
+        count = plan.documents.num_sequences
+        initial = None if shared.initial_state is None else self._states(count, tensors, shared)
+
+        def rule(part: TokenTensors, state: Tensor | None, boundaries: SequenceBoundaries) -> RangeOutput:
+            call = plain._replace(initial_state=state, cu_seqlens=boundaries)
+            o, final = self.chunk(FirstOrderTensors(**part), call, chunk_size, backend, hints)  # type: ignore[arg-type]
+            assert final is not None
+            return RangeOutput(o, final)
+
+        o, final = over_ranges(rule, tensors._asdict(), tensors.q.shape[3], plan, initial, shared.output_final_state)
+        if final is not None and shared.state_v_first:
+            final = final.transpose(-1, -2)
+        return FirstOrderOutput(o, final)
+
     def recurrent(self, tensors: FirstOrderTensors, shared: SharedArguments) -> FirstOrderOutput:
         """The definition."""
+        refuse_plan(f"recurrent_{self.name}", f"use chunk_{self.name}")
         scale = self.check(tensors, shared.scale)
         inputs.check_gate_values(tensors, self.arguments)
         prepared = self._prepare(tensors, scale, shared.use_qk_l2norm_in_kernel)
@@ -164,15 +199,20 @@ class Rule:
         self, tensors: FirstOrderTensors, shared: SharedArguments
     ) -> tuple[Tensor, SequenceBoundaries | None]:
         """The states before the first tokens ``[N, HV, K, V]``, and where the sequences of a pack begin."""
+        boundaries = inputs.check_boundaries(shared.cu_seqlens, tensors.q)
+        count = tensors.q.shape[0] if boundaries is None else boundaries.num_sequences
+        return self._states(count, tensors, shared), boundaries
+
+    def _states(self, count: int, tensors: FirstOrderTensors, shared: SharedArguments) -> Tensor:
+        """The given initial states of ``count`` sequences, or zeros."""
         q, v, state = tensors.q, tensors.v, shared.initial_state
-        boundaries = inputs.check_boundaries(shared.cu_seqlens, q)
-        count = q.shape[0] if boundaries is None else boundaries.num_sequences
         shape = (count, v.shape[2], q.shape[3], v.shape[3])
         if state is None:
-            return q.new_zeros(shape, dtype=inputs.compute_dtype(tensors)), boundaries
+            return q.new_zeros(shape, dtype=inputs.compute_dtype(tensors))
         inputs.check_initial_state(state, (*shape[:2], shape[3], shape[2]) if shared.state_v_first else shape, q)
         state = state.transpose(-1, -2) if shared.state_v_first else state
-        return state.to(inputs.compute_dtype(tensors)), boundaries
+        given: Tensor = state.to(inputs.compute_dtype(tensors))
+        return given
 
     def _checked_step(
         self,

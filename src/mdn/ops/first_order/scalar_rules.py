@@ -18,7 +18,7 @@ Names, order and defaults are FLA's. ``chunk_*`` are for training and prompts, `
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors, expand_heads
 from mdn.ops.first_order.rule import Rule, SharedArguments
+
+if TYPE_CHECKING:
+    from mdn.parallel import ContextParallelPlan
 
 QKV = {"q": "q", "k": "k", "v": "v"}
 LINEAR_ATTN = Rule("linear_attn", QKV, erases=False, fla_options=("normalize",))
@@ -74,11 +77,14 @@ def chunk_linear_attn(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> LinearAttentionOutput:
     """S_t = S_{t-1} + k_t v_t^T. With ``normalize``, o_t is divided by q_t . z_t with z_t = k_1 + ... + k_t, and the
     state is (S, z ``[N, 1, HV, K]``)."""
-    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, normalize=normalize)
+    shared = SharedArguments(
+        scale, initial_state, output_final_state, cu_seqlens, normalize=normalize, context_parallel=context_parallel
+    )
     tensors = FirstOrderTensors(q, k, v)
 
     def rule(tensors: FirstOrderTensors, shared: SharedArguments) -> FirstOrderOutput:
@@ -188,6 +194,7 @@ def chunk_simple_gla(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
     """S_t = exp(g_t) S_{t-1} + k_t v_t^T: FLA's "simple GLA" and Mamba2's state update (q = C, k = B, v = dt x,
@@ -195,7 +202,14 @@ def chunk_simple_gla(
 
     g is ``[B, T, HV]``, or ``g_gamma`` ``[HV]`` for a constant decay (RetNet), or neither for none.
     """
-    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, state_v_first=state_v_first)
+    shared = SharedArguments(
+        scale,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        state_v_first=state_v_first,
+        context_parallel=context_parallel,
+    )
     tensors = FirstOrderTensors(q, k, v, log_alpha=_one_decay(g, g_gamma, v))
     return SIMPLE_GLA.chunk(tensors, shared, chunk_size, backend, hints)
 
@@ -260,10 +274,13 @@ def chunk_delta_rule(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
     """S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T."""
-    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel)
+    shared = SharedArguments(
+        scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, context_parallel=context_parallel
+    )
     return DELTA_RULE.chunk(FirstOrderTensors(q, k, v, beta=beta), shared, chunk_size, backend, hints)
 
 
@@ -324,6 +341,7 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
+    context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
     """S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T; None means no decay, and beta = 1.
@@ -335,7 +353,13 @@ def chunk_gated_delta_rule(
         g = log_decay_from(g, A_log, dt_bias)
     beta = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     shared = SharedArguments(
-        scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first
+        scale,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        state_v_first,
+        context_parallel=context_parallel,
     )
     tensors = FirstOrderTensors(q, k, v, log_alpha=g, beta=beta)
     return GATED_DELTA_RULE.chunk(tensors, shared, chunk_size, backend, hints)
@@ -395,6 +419,7 @@ def chunk_comba(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
     """S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T; None means p = k, no decay, and beta = 1.
@@ -402,7 +427,9 @@ def chunk_comba(
     p is ``[B, T, H, K]``. The error is taken before the decay, as in FLA's kernels (FLA's naive_recurrent_comba takes
     it after the decay). The layer corrects the query, q - d k, before the rule.
     """
-    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel)
+    shared = SharedArguments(
+        scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, context_parallel=context_parallel
+    )
     return COMBA.chunk(FirstOrderTensors(q, k, v, p, g, beta), shared, chunk_size, backend, hints)
 
 

@@ -7,7 +7,7 @@ Shapes: q, k ``[B, T, H, K]``, v ``[B, T, HV, V]``, log-decays ``[B, T, HV, K]``
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors
 from mdn.ops.first_order.rule import HINTS, Rule, SharedArguments
+
+if TYPE_CHECKING:
+    from mdn.parallel import ContextParallelPlan
 
 GLA = Rule(
     "gla",
@@ -55,10 +58,18 @@ def chunk_gla(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
     """S_t = diag(exp g_t) S_{t-1} + k_t v_t^T."""
-    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, state_v_first=state_v_first)
+    shared = SharedArguments(
+        scale,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        state_v_first=state_v_first,
+        context_parallel=context_parallel,
+    )
     return GLA.chunk(FirstOrderTensors(q, k, v, log_alpha=g), shared, chunk_size, backend, hints)
 
 
@@ -118,6 +129,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
+    context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
     """The gated delta rule with D_t = diag(exp g_t): S_t = D_t S_{t-1} + beta_t k_t (v_t - (D_t S_{t-1})^T k_t)^T.
@@ -130,7 +142,13 @@ def chunk_kda(
         g = log_decay_from(g, A_log, dt_bias, lower_bound, vector=True)
     strength = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     shared = SharedArguments(
-        scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first
+        scale,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        state_v_first,
+        context_parallel=context_parallel,
     )
     return KDA.chunk(FirstOrderTensors(q, k, v, log_alpha=g, beta=strength), shared, chunk_size, backend, hints)
 
@@ -188,6 +206,7 @@ def chunk_rwkv7(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
     """S_t = diag(exp w_t) S_{t-1} + k_t v_t^T + b_t (S_{t-1}^T a_t)^T, read by the receptance r_t.
@@ -195,7 +214,7 @@ def chunk_rwkv7(
     r, k ``[B, T, H, K]``; a, b and w ``[B, T, HV, K]``. The layer passes a = -kappa and b = kappa * (in-context
     learning rate) with a unit kappa.
     """
-    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens)
+    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, context_parallel=context_parallel)
     return RWKV7.chunk(FirstOrderTensors(r, k, v, a, w, erase_key=b), shared, chunk_size, backend, hints)
 
 

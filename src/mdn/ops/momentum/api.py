@@ -6,16 +6,23 @@ then M, where N is B, or the number of sequences in ``cu_seqlens``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from mdn.ops import backends
 from mdn.ops.boundaries import SequenceBoundaries, num_sequences
+from mdn.ops.context_parallel import RangeOutput, TokenTensors, check_tokens, over_ranges, refuse_plan, requested_plan
 from mdn.ops.momentum import checks, custom_op
 from mdn.ops.momentum.interface import MomentumOutput, RuleOptions, RuleTensors, StepState, compute_dtype
 from mdn.ops.momentum.reference import reference_form
 from mdn.ops.momentum.step import step_function
 from mdn.ops.shared_checks import check_scale, without_autocast
+
+if TYPE_CHECKING:
+    from mdn.parallel import ContextParallelPlan
 
 # Below this many tokens a plain loop beats the chunk form's set-up.
 LOOP_AT_MOST = 8
@@ -40,6 +47,7 @@ def chunk_momentum_delta_rule(
     *,
     backend: str = "auto",
     check_gates: bool = True,
+    context_parallel: ContextParallelPlan | None = None,
 ) -> MomentumOutput:
     """The stepwise momentum delta rule, computed chunk by chunk, exact for every gate value.
 
@@ -59,12 +67,32 @@ def chunk_momentum_delta_rule(
         chunk_size: largest chunk, 1 to 256; affects speed only (a backend may use a smaller one).
         backend: ``auto``, ``torch``, ``cpu`` or ``triton``; a backend asked for by name never falls back.
         check_gates: raise for gates out of range (CPU tensors only: it reads values).
+        context_parallel: the tokens are this rank's of a row that several processes share; states are those of all
+            documents of the plan, the same on every rank.
 
     Returns:
         ``o [B, T, HV, V]`` and the final state, or None.
     """
     checks.check_chunk_size(chunk_size)
     tensors = _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
+    plan = requested_plan(context_parallel, cu_seqlens)
+    if plan is not None:
+
+        def rule(part: TokenTensors, state: Tensor | None, boundaries: SequenceBoundaries) -> MomentumOutput:
+            return chunk_momentum_delta_rule(
+                **part,  # type: ignore[arg-type]
+                scale=scale,
+                initial_state=state,
+                output_final_state=True,
+                cu_seqlens=boundaries,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                use_p_times_alpha=use_p_times_alpha,
+                chunk_size=chunk_size,
+                backend=backend,
+                check_gates=check_gates,
+            )
+
+        return _over_ranges(rule, tensors, plan, output_final_state)
     boundaries = _check(tensors, cu_seqlens)
     chosen = backends.resolve(backend, q, v=v)
     chunk_size = backends.chunk_size_for(chosen, chunk_size)
@@ -160,19 +188,22 @@ def fused_recurrent_momentum_delta_rule(
     *,
     backend: str = "auto",
     check_gates: bool = True,
+    context_parallel: ContextParallelPlan | None = None,
 ) -> MomentumOutput:
     """For short inputs: token by token in place when no gradient is asked for, else the chunk form.
 
     Arguments as in ``chunk_momentum_delta_rule``.
     """
     tensors = _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
-    short = cu_seqlens is None and q.dim() == 4 and 0 < q.shape[1] <= LOOP_AT_MOST
+    plan = requested_plan(context_parallel, cu_seqlens)
+    short = plan is None and cu_seqlens is None and q.dim() == 4 and 0 < q.shape[1] <= LOOP_AT_MOST
     if not short or custom_op.wants_gradients(tensors) or custom_op.is_followed(tensors):
         return chunk_momentum_delta_rule(
             *(q, k, v, log_alpha, log_mu, p, beta, eta, scale, initial_state, output_final_state, cu_seqlens),
             *(use_qk_l2norm_in_kernel, use_p_times_alpha),
             backend=backend,
             check_gates=check_gates,
+            context_parallel=plan,
         )
     _check(tensors, None)
     if check_gates:
@@ -212,6 +243,35 @@ def _check(tensors: RuleTensors, cu_seqlens: Tensor | SequenceBoundaries | None)
     return boundaries
 
 
+def _over_ranges(
+    rule: Callable[[TokenTensors, Tensor | None, SequenceBoundaries], MomentumOutput],
+    tensors: RuleTensors,
+    plan: ContextParallelPlan,
+    output_final_state: bool,
+) -> MomentumOutput:
+    """For this rank's tokens of a plan; S above M is one state of 2K rows."""
+    checks.check_tensors(tensors, rank=4)
+    check_tokens("q", tensors.q, plan)
+    checks.check_initial_state(tensors, plan.documents.num_sequences)
+
+    def on_rows(part: TokenTensors, X: Tensor | None, boundaries: SequenceBoundaries) -> RangeOutput:
+        state = None if X is None else X.unflatten(2, (2, -1)).movedim(2, 0)
+        o, final = rule(part, state, boundaries)
+        assert final is not None
+        return RangeOutput(o, _rows(final))
+
+    given = tensors._asdict()
+    state = given.pop("initial_state")
+    initial = None if state is None else _rows(state.to(compute_dtype(tensors.q)))
+    o, X = over_ranges(on_rows, given, 2 * tensors.q.shape[3], plan, initial, output_final_state)
+    return MomentumOutput(o, None if X is None else X.unflatten(2, (2, -1)).movedim(2, 0))
+
+
+def _rows(state: Tensor) -> Tensor:
+    """[2, N, HV, K, V] to [N, HV, 2K, V]."""
+    return state.movedim(0, 2).flatten(2, 3)
+
+
 def _loop(
     tensors: RuleTensors,
     scale: float | None,
@@ -221,6 +281,7 @@ def _loop(
     p_times_alpha: bool,
     block_size: int,
 ) -> MomentumOutput:
+    refuse_plan("a loop over tokens", "use chunk_momentum_delta_rule")
     boundaries = _check(tensors, cu_seqlens)
     if isinstance(boundaries, Tensor):
         boundaries = SequenceBoundaries.from_cu_seqlens(boundaries, tensors.q.shape[1])
