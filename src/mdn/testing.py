@@ -73,7 +73,7 @@ def check_mixer(
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        subject = Subject(build, _protocol(build, hidden_size, dtype), hidden_size, dtype, tolerance)
+        subject = MixerUnderTest(build, _protocol(build, hidden_size, dtype), hidden_size, dtype, tolerance)
         for name, check in PROPERTIES.items():
             try:
                 check(subject)
@@ -84,7 +84,7 @@ def check_mixer(
 
 
 @dataclass
-class Subject:
+class MixerUnderTest:
     """A mixer with random parameters, and the size and the exactness of what is asked of it."""
 
     build: Callable[[], Mixer]
@@ -142,7 +142,7 @@ def _protocol(build: Callable[[], Mixer], hidden_size: int, dtype: torch.dtype) 
     return layer
 
 
-def _initialisation(subject: Subject) -> None:
+def _initialisation(subject: MixerUnderTest) -> None:
     layer = subject.build()
     for prefix, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -161,7 +161,7 @@ def _initialisation(subject: Subject) -> None:
 
 
 @torch.no_grad()
-def _repeatability(subject: Subject) -> None:
+def _repeatability(subject: MixerUnderTest) -> None:
     x = subject.states()
     first = subject.layer(x)
     subject.layer(subject.states())
@@ -169,14 +169,14 @@ def _repeatability(subject: Subject) -> None:
 
 
 @torch.no_grad()
-def _rows(subject: Subject) -> None:
+def _rows(subject: MixerUnderTest) -> None:
     x = subject.states()
     expected = torch.cat([subject.layer(row) for row in x.split(1)])
     subject.compare("rows", subject.layer(x), expected, "a row differs from the same row in a batch of its own")
 
 
 @torch.no_grad()
-def _causality(subject: Subject) -> None:
+def _causality(subject: MixerUnderTest) -> None:
     x = subject.states()
     before = subject.layer(x)
     for place in (1, TIME // 2, TIME - 1):
@@ -190,7 +190,7 @@ def _causality(subject: Subject) -> None:
 
 
 @torch.no_grad()
-def _packing(subject: Subject) -> None:
+def _packing(subject: MixerUnderTest) -> None:
     lengths = [6, 1, 0, 9]
     x = subject.states(1, sum(lengths))
     expected = torch.cat([subject.layer(piece) for piece in x.split(lengths, dim=1) if piece.shape[1]], dim=1)
@@ -206,7 +206,7 @@ def _mask() -> Tensor:
 
 
 @torch.no_grad()
-def _padding(subject: Subject) -> None:
+def _padding(subject: MixerUnderTest) -> None:
     x = subject.states()
     for side, mask in {"left": _mask(), "right": _mask().flip(1)}.items():
         found = subject.layer(x, attention_mask=mask)
@@ -216,7 +216,7 @@ def _padding(subject: Subject) -> None:
 
 
 @torch.no_grad()
-def _decoding(subject: Subject) -> None:
+def _decoding(subject: MixerUnderTest) -> None:
     x = subject.states()
     whole = subject.layer(x)
     for sizes in ([7, 1, 1, 3, 1, 8], [1] * TIME):
@@ -227,7 +227,7 @@ def _decoding(subject: Subject) -> None:
 
 
 @torch.no_grad()
-def _padded_decoding(subject: Subject) -> None:
+def _padded_decoding(subject: MixerUnderTest) -> None:
     x, mask = subject.states(), _mask()
     whole, cache, found, seen = subject.layer(x, attention_mask=mask), subject.cache(), [], 0
     for piece in x.split([15, 1, 3, 1, 1], dim=1):
@@ -238,7 +238,7 @@ def _padded_decoding(subject: Subject) -> None:
 
 
 @torch.no_grad()
-def _state_shapes(subject: Subject) -> None:
+def _state_shapes(subject: MixerUnderTest) -> None:
     promised = sum(math.prod(state.shape) for state in subject.layer.state_shapes().values())
     if subject.layer.cache_type != RECURRENT_LAYER_TYPE:
         return  # keys and values grow with the context
@@ -250,7 +250,7 @@ def _state_shapes(subject: Subject) -> None:
         raise MixerError("state shapes", f"the cache holds {held} numbers per sequence, state_shapes() says {promised}")
 
 
-def _gradients(subject: Subject) -> None:
+def _gradients(subject: MixerUnderTest) -> None:
     layer, x = subject.layer, subject.states(2, 7).requires_grad_()
     inputs = {"hidden_states": x, **dict(layer.named_parameters())}
     weights = torch.randn_like(x)
@@ -280,14 +280,14 @@ def _gradients(subject: Subject) -> None:
 
 
 @torch.no_grad()
-def _saving(subject: Subject) -> None:
+def _saving(subject: MixerUnderTest) -> None:
     x = subject.states()
     other = subject.build().to(subject.dtype)
     other.load_state_dict({name: value.clone() for name, value in subject.layer.state_dict().items()})
     subject.compare("saving", other(x), subject.layer(x), "a new mixer with the loaded state dict differs")
 
 
-PROPERTIES: dict[str, Callable[[Subject], None]] = {
+PROPERTIES: dict[str, Callable[[MixerUnderTest], None]] = {
     "initialisation": _initialisation,
     "repeatability": _repeatability,
     "rows": _rows,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mdn.common import files, machine
+from mdn.common import files, hardware
 from mdn.training.dataset import prepare_data
 from training_support import tiny_recipe, write_corpus
 
@@ -19,7 +19,7 @@ from training_support import tiny_recipe, write_corpus
 def test_without_cpu_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert machine.available_cores() == 6
+    assert hardware.available_cores() == 6
 
 
 def test_a_large_corpus_is_tokenised_without_cpu_affinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,9 +60,9 @@ def test_a_directory_that_cannot_be_opened_is_not_synchronised_on_windows(
 
 
 def test_without_psutil_threads_and_memory_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "psutil", None)
-    assert machine.physical_memory() is None
-    assert machine.Threads().adapt(now=True) is None
+    monkeypatch.setattr(hardware, "psutil", None)
+    assert hardware.physical_memory() is None
+    assert hardware.Threads().adapt(now=True) is None
 
 
 @pytest.mark.parametrize("module", ["mdn.training.run", "mdn.cli.train", "mdn.evaluation.suites"])

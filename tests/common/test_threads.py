@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mdn.common import machine
-from mdn.common.machine import Threads
+from mdn.common import hardware
+from mdn.common.hardware import Threads
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(4)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(machine, "available_cores", lambda: 4)
+    monkeypatch.setattr(hardware, "available_cores", lambda: 4)
     monkeypatch.setattr(Threads, "FIRST_LOOK", 0.0)
     yield
     torch.set_num_threads(before)
@@ -26,7 +26,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def clocks(monkeypatch: pytest.MonkeyPatch, *moments: tuple[float, float, float]) -> None:
     """What successive looks see: (wall, all work, own work) in seconds."""
     seen = iter(moments)
-    monkeypatch.setattr(machine._Clock, "read", staticmethod(lambda: machine._Clock(*next(seen))))
+    monkeypatch.setattr(hardware._Clock, "read", staticmethod(lambda: hardware._Clock(*next(seen))))
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_number_from_the_recipe_is_set_kept_and_taken_back(monkeypatch: pytest
 
 
 def test_the_real_clock_counts_this_process_as_its_own() -> None:
-    begin = machine._Clock.read()
-    while machine._Clock.read().own - begin.own < 0.1:
+    begin = hardware._Clock.read()
+    while hardware._Clock.read().own - begin.own < 0.1:
         pass
-    end = machine._Clock.read()
+    end = hardware._Clock.read()
     assert end.wall > begin.wall
     assert end.busy - begin.busy >= 0

@@ -22,8 +22,8 @@ from eval_support import (
 from mdn.evaluation.definitions import tasks_named
 from mdn.evaluation.harness import Settings, Subject, TaskSource, evaluate, result_path
 from mdn.evaluation.local_data import MissingData
-from mdn.evaluation.run import run_works
 from mdn.evaluation.suites import Work
+from mdn.evaluation.works import run_works
 
 MODELS = ["momentum_deltanet", "attention"]
 

@@ -20,8 +20,8 @@ from mdn.evaluation.needle import (
     shortest_length,
 )
 from mdn.evaluation.ruler import adapted_ruler
-from mdn.evaluation.run import run_works
 from mdn.evaluation.suites import Work
+from mdn.evaluation.works import run_works
 from mdn.experiments.tiny_needle import NeedleSettings, Words, find_needles, make_batch
 
 

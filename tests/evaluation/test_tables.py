@@ -6,9 +6,9 @@ import pytest
 
 from mdn.evaluation.contains import contains, question_prompt, question_target, score_completion, score_question
 from mdn.evaluation.local_data import find_local_file
-from mdn.evaluation.run import works_of
 from mdn.evaluation.suites import COMMONSENSE, LONGBENCH, PERPLEXITY, RETRIEVAL, Work, needle_suite
 from mdn.evaluation.tables import as_json, as_markdown, as_text, columns_of_tasks, make_table
+from mdn.evaluation.works import works_of
 
 
 def test_contains_ignores_case_and_takes_any_answer():

@@ -18,14 +18,6 @@ def test_cumulative_lengths_give_every_fact_about_a_pack() -> None:
     assert boundaries.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4]
 
 
-def test_chunks_are_counted_in_each_sequence_and_only_once() -> None:
-    boundaries = SequenceBoundaries.from_lengths([3, 0, 1, 5])
-    table = boundaries.chunk_indices(2)
-    assert table.tolist() == [[0, 0], [0, 1], [2, 0], [3, 0], [3, 1], [3, 2]]
-    assert boundaries.chunk_indices(2) is table
-    assert boundaries.chunk_indices(64).tolist() == [[0, 0], [2, 0], [3, 0]]
-
-
 def test_the_same_tensor_gives_the_same_object_until_it_is_written_to() -> None:
     tensor = torch.tensor([0, 2, 5])
     first = SequenceBoundaries.from_cu_seqlens(tensor)

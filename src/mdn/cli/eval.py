@@ -107,7 +107,7 @@ def _harness_results(args: argparse.Namespace, suites: list, tasks: list) -> tup
 
     from mdn.common.loading import choose_device, load, resolve_model
     from mdn.evaluation.harness import Settings, Subject
-    from mdn.evaluation.run import refuse_missing_files, run_works, works_of
+    from mdn.evaluation.works import refuse_missing_files, run_works, works_of
 
     haystack = _haystack(args.haystack)
     fingerprint = None if haystack is None else hashlib.sha256(haystack.encode()).hexdigest()

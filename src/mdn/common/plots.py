@@ -70,7 +70,7 @@ def figure(
     columns: int = 1,
     size: tuple[float, float] | None = None,
 ) -> tuple[Figure, Any]:
-    """A figure in the house style: one axis, or an array `[rows, columns]` of them when more than one is asked for."""
+    """A figure in the project's style: one axis, or an array `[rows, columns]` of them if there is more than one."""
     fig, axes = plt.subplots(rows, columns, figsize=size or STYLE["figure.figsize"], layout="constrained")
     if isinstance(axes, Axes):
         axes.set(title=title, xlabel=x, ylabel=y)

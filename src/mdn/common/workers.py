@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from mdn.common import progress
-from mdn.common.machine import available_cores
+from mdn.common.hardware import available_cores
 
 Result = TypeVar("Result")
 

@@ -29,7 +29,6 @@ class SequenceBoundaries:
         # A custom op takes only the tensor. It must find this object again: weakly, so that the two are no cycle.
         cu_seqlens._mdn_boundaries = weakref.ref(self)  # type: ignore[attr-defined]
         self._padded: tuple[tuple[int, int], Tensor] | None = None
-        self._chunk_indices: dict[int, Tensor] = {}
 
     # ---------------------------------------------------------------- constructors
 
@@ -130,14 +129,6 @@ class SequenceBoundaries:
     def positions(self) -> Tensor:
         """int64 ``[total]``: each token's position inside its sequence, from 0."""
         return torch.arange(self.total, device=self.cu_seqlens.device) - self.cu_seqlens[self.sequence_ids]
-
-    def chunk_indices(self, chunk_size: int) -> Tensor:
-        """int64 ``[num_chunks, 2]``: (sequence, chunk inside it), in order; computed once per chunk size."""
-        if chunk_size not in self._chunk_indices:
-            pairs = [(n, c) for n, length in enumerate(self.lengths) for c in range(-(-length // chunk_size))]
-            table = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
-            self._chunk_indices[chunk_size] = table.to(self.cu_seqlens.device, non_blocking=True)
-        return self._chunk_indices[chunk_size]
 
     # ---------------------------------------------------------------- layout
 

@@ -14,8 +14,8 @@ from transformers import set_seed
 
 from mdn.common.errors import nearest, one_line
 from mdn.common.files import read_json, sha256_of
+from mdn.common.hardware import physical_memory
 from mdn.common.loading import import_plugins, load_model, load_tokenizer, resolve_model
-from mdn.common.machine import physical_memory
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
 from mdn.models.info import shipped_configs
 from mdn.training.recipe import Recipe

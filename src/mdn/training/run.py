@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, TrainerCallback, TrainerControl, Trainer
 from mdn.common import progress as bars
 from mdn.common.errors import one_line
 from mdn.common.files import lock_for_life, read_json, share, write_atomically
-from mdn.common.machine import Threads
+from mdn.common.hardware import Threads
 from mdn.common.results import command_line
 from mdn.training import checkpoints
 from mdn.training.build import build_model, check_initial_tokenizer, identity_of, model_config, refuse_too_large

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from mdn.common.files import exclusive_lock, read_json, write_atomically
-from mdn.common.machine import available_cores
+from mdn.common.hardware import available_cores
 from mdn.common.progress import progress
 from mdn.training.corpus import Corpus, Document, split_documents
 from mdn.training.recipe import DataSettings

@@ -65,7 +65,7 @@ def chunk_momentum_delta_rule(
         use_qk_l2norm_in_kernel: L2-normalise q, k and p first.
         use_p_times_alpha: multiply p by alpha, so that the error is taken at the decayed state.
         chunk_size: largest chunk, 1 to 256; affects speed only (a backend may use a smaller one).
-        backend: ``auto``, ``torch``, ``cpu`` or ``triton``; a backend asked for by name never falls back.
+        backend: ``auto``, ``torch``, ``cpu`` or ``triton``; an explicitly requested backend never falls back.
         check_gates: raise for gates out of range (CPU tensors only: it reads values).
         context_parallel: the tokens are this rank's of a row that several processes share; states are those of all
             documents of the plan, the same on every rank.

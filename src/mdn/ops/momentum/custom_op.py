@@ -3,7 +3,7 @@
 ``mdn::momentum_delta_rule`` computes (o, final_state, residual); its autograd formula calls
 ``mdn::momentum_delta_rule_backward``; ``mdn::momentum_delta_step`` is the in-place decode step. The ``backend``
 argument is already resolved to a name. Flat argument lists exist only in this file, because the schema of an op has
-no other kind. Nobody looks at an eager call without gradients from outside: it goes to the backend directly.
+no other kind. An eager call without gradients needs none of this: it goes to the backend directly.
 """
 
 from __future__ import annotations

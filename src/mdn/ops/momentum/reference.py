@@ -34,7 +34,7 @@ from mdn.ops.momentum.chunk_math import GateRows, coefficients_of
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState, compute_dtype
 
 
-class Streams(NamedTuple):
+class TokenInputs(NamedTuple):
     """What the recurrence (1) sees, one head per value head: vectors normalised, q scaled, p given and decayed."""
 
     q: Tensor  # [B, T, HV, K], as are k and p; without T for a single token
@@ -47,7 +47,7 @@ class Streams(NamedTuple):
     eta: Tensor
 
     @classmethod
-    def of(cls, tensors: RuleTensors, options: RuleOptions) -> Streams:
+    def of(cls, tensors: RuleTensors, options: RuleOptions) -> TokenInputs:
         dtype = compute_dtype(tensors.q)
         q, k, v = (x.to(dtype) for x in (tensors.q, tensors.k, tensors.v))
         gates = (tensors.log_alpha, tensors.log_mu, tensors.beta, tensors.eta)
@@ -68,13 +68,13 @@ def reference_form(
     tensors: RuleTensors, boundaries: SequenceBoundaries | None, options: RuleOptions, block_size: int = 1
 ) -> tuple[Tensor, Tensor]:
     """o and the final states of all sequences; ``block_size > 1`` is the blockwise variant."""
-    streams, state = Streams.of(tensors, options), _initial_state(tensors, boundaries)
+    streams, state = TokenInputs.of(tensors, options), _initial_state(tensors, boundaries)
     if boundaries is None:
         o, state = _one_sequence(streams, state, block_size)
         return o.to(tensors.v.dtype), state
     outputs, states = [], []
     for n, (start, end) in enumerate(pairwise(boundaries.offsets)):
-        of_sequence = Streams(*(x[:, start:end] for x in streams))
+        of_sequence = TokenInputs(*(x[:, start:end] for x in streams))
         o, final = _one_sequence(of_sequence, state[:, n : n + 1], block_size)
         outputs.append(o)
         states.append(final)
@@ -89,12 +89,12 @@ def _initial_state(tensors: RuleTensors, boundaries: SequenceBoundaries | None) 
     return v.new_zeros(2, sequences, v.shape[-2], q.shape[-1], v.shape[-1], dtype=dtype)
 
 
-def _one_sequence(streams: Streams, state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def _one_sequence(streams: TokenInputs, state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Rows side by side: o [B, T, HV, V] and the final state [2, B, HV, K, V]."""
     return _token_by_token(streams, state) if block_size == 1 else _block_by_block(streams, state, block_size)
 
 
-def _token_by_token(streams: Streams, state: Tensor) -> tuple[Tensor, Tensor]:
+def _token_by_token(streams: TokenInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v, p, log_alpha, log_mu, beta, eta = streams
     alpha, mu = log_alpha.exp(), log_mu.exp()
     S, M = state.unbind(0)
@@ -109,7 +109,7 @@ def _token_by_token(streams: Streams, state: Tensor) -> tuple[Tensor, Tensor]:
     return o, torch.stack([S, M])
 
 
-def _block_by_block(streams: Streams, state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def _block_by_block(streams: TokenInputs, state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     batch, time, heads = streams.q.shape[:3]
     size = max(1, min(block_size, time))
     q, k, v, p, *gates = (_cut(x, size) for x in streams)  # [blocks, B HV, C, ...]
@@ -144,7 +144,7 @@ def _cut(x: Tensor, size: int) -> Tensor:
 def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tensor:
     """One token, q [B, H, K], with S and M [slots, HV, K, V] updated in place: a functional step would allocate and
     fault in both states for every token."""
-    q, k, v, p, log_alpha, log_mu, beta, eta = Streams.of(tensors, options)
+    q, k, v, p, log_alpha, log_mu, beta, eta = TokenInputs.of(tensors, options)
     alpha, mu = log_alpha.exp(), log_mu.exp()
     S, M, state_indices = state
     if state_indices is not None:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mdn.ops import chunking
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.interface import ForwardResult, RuleOptions, RuleTensors, StepState, compute_dtype
 from mdn.ops.triton.availability import why_unsupported
@@ -115,7 +116,7 @@ class Pass:
         self.batch, self.time, self.key_heads, self.key_dim = q.shape
         self.value_heads, self.value_dim = self.tensors.v.shape[2:]
         self.sequences = self.batch if boundaries is None else boundaries.num_sequences
-        chunk_indices = None if boundaries is None else boundaries.chunk_indices(options.chunk_size)
+        chunk_indices = None if boundaries is None else chunking.chunk_indices(boundaries, options.chunk_size)
         if chunk_indices is None:
             self.chunks = self.batch * triton.cdiv(self.time, options.chunk_size)
         else:
