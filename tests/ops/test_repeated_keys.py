@@ -74,8 +74,11 @@ def test_no_backend_loses_more_digits_than_substitution_does(keys: str, gates: t
 
 
 @pytest.mark.parametrize("gates", GATES, ids=str)
-def test_small_chunks_stay_within_ten_times_the_error_of_the_recurrence(gates: tuple[float, ...]) -> None:
-    tensors = inputs("repeated", gates)
+@pytest.mark.parametrize("keys", ["repeated", "nearly repeated", "periodic"])
+def test_small_chunks_stay_within_ten_times_the_error_of_the_recurrence(keys: str, gates: tuple[float, ...]) -> None:
+    if (keys, gates) == ("periodic", GATES[0]):
+        return  # diverges, see above
+    tensors = inputs(keys, gates)
     exact = with_gradients(recurrence, {name: x.double() for name, x in tensors.items()})
     of_recurrence = max(errors(with_gradients(recurrence, tensors), exact))
     for backend in BACKENDS:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.cpu.bindings import Problem, check_heads, check_result, io_dtype, library, optional_values, values
-from mdn.ops.momentum.interface import ForwardResult, RuleOptions, RuleTensors
+from mdn.ops.momentum.interface import ACCURATE_CHUNK, ForwardResult, RuleOptions, RuleTensors
 
 SMALL = 2_000_000
 """multiply-adds below which waking other threads costs more than it saves"""
@@ -254,12 +254,10 @@ def _offsets(boundaries: SequenceBoundaries | None, batch: int, time: int) -> li
 def _chunk_size(key_dim: int, requested: int, has_momentum: bool) -> int:
     """The kernel's chunk: the fastest one, or a smaller one that was requested.
 
-    16 or less asks for accuracy. With momentum the weights of the writes grow with the distance inside a chunk, and
-    so does what cancels between them, so the kernel then takes 8: nearly equal keys and weakly damped gates cost at
-    most about ten times the rounding error of a float32 recurrence.
+    16 or less asks for accuracy, see `ACCURATE_CHUNK`; without momentum 16 is small enough.
     """
     if requested <= 16:
-        return 8 if has_momentum else 16
+        return ACCURATE_CHUNK if has_momentum else 16
     return min(64 if key_dim >= 128 else 32, requested // 16 * 16)
 
 

@@ -30,7 +30,7 @@ from mdn.ops.momentum.chunk_math import (
     segment_decay,
     spread,
 )
-from mdn.ops.momentum.interface import ForwardResult, RuleOptions, RuleTensors, compute_dtype
+from mdn.ops.momentum.interface import ACCURATE_CHUNK, ForwardResult, RuleOptions, RuleTensors, compute_dtype
 from mdn.ops.momentum.reference import step_
 from mdn.ops.momentum.scratch import BackwardScratch, ChunkScratch, ForwardScratch, GroupSize, Kind, scratch_pool
 
@@ -390,14 +390,17 @@ def plan(tensors: RuleTensors, boundaries: SequenceBoundaries | None, chunk_limi
 def choose_chunk_size(
     limit: int, lengths: tuple[int, ...], heads: int, key_dim: int, value_dim: int, states: int
 ) -> int:
-    """The size from 16 up to ``limit`` with the least estimated time: products on whole chunks, passes over states and
+    """The size up to ``limit`` with the least estimated time: products on whole chunks, passes over states and
     coefficients, and a cost per round. At most ROWS_AT_ONCE rows and ``states`` states are worked on at once.
 
     Long chunks waste padding and work that grows with C; short ones mean more rounds and more passes over the states.
+    A limit of 16 or less asks for accuracy, see `ACCURATE_CHUNK`.
     """
     longest = max(lengths, default=1)
-    if longest <= 16 or limit <= 16:
-        return max(1, min(limit, longest))
+    if limit <= 16:
+        return max(1, min(limit, longest, ACCURATE_CHUNK))
+    if longest <= 16:
+        return longest
 
     def of_chunk(size: int) -> float:
         products = size * (40 * key_dim * value_dim + size * (12 * value_dim + 16 * key_dim)) / FLOPS_PER_SECOND
