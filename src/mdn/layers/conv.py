@@ -14,25 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdn.layers.token_layout import TokenLayout, make_layout
+from mdn.ops.cpu.layers import MOST_TAPS, ConvolutionSettings, convolution_step
+from mdn.ops.fused import Convolution, is_native
 
 if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan
 
 
-class ShortConvolution(nn.Module):
-    def __init__(self, channels: int, width: int, bias: bool = False, activation: bool = True):
-        super().__init__()
-        if width < 2:
-            raise ValueError(
-                f"a short convolution's width (conv_size) must be at least 2, got {width}; "
-                "use_short_conv=False removes the convolution"
-            )
-        self.channels = channels
-        self.width = width
-        self.activation = activation
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+class CausalWindow(nn.Module):
+    """A map of every token and the W - 1 before it; a subclass has ``convolve`` and ``step``."""
+
+    channels: int
+    width: int
+
+    def convolve(self, extended: Tensor) -> Tensor:
+        """``[1 or B, W - 1 + T, C]`` to ``[1 or B, T, C]``: a valid convolution."""
+        raise NotImplementedError
+
+    def step(self, x: Tensor, state: Tensor) -> Tensor:
+        """One token ``[B, C]`` after ``state [B, C, W - 1]``, which advances in place."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -66,7 +67,7 @@ class ShortConvolution(nn.Module):
         history = self.width - 1
         if layout.boundaries is None:
             extended = F.pad(x, (0, 0, history, 0)) if state is None else torch.cat([state.mT.to(x.dtype), x], dim=1)
-            y = self._convolve(extended)
+            y = self.convolve(extended)
             last = extended[:, x.shape[1] :].mT if return_state else None
             return y, last
         at = layout.extended_indices(history)
@@ -74,12 +75,44 @@ class ShortConvolution(nn.Module):
         if state is not None:
             extended = extended.index_copy(1, at.front, state.mT.to(x.dtype).reshape(1, -1, self.channels))
         # output t of the valid convolution ends at entry t + history of the extended pack
-        y = self._convolve(extended).index_select(1, at.tokens - history)
+        y = self.convolve(extended).index_select(1, at.tokens - history)
         last = extended[0].index_select(0, at.last).reshape(-1, history, self.channels).mT if return_state else None
         return y, last
 
+
+class ShortConvolution(CausalWindow):
+    def __init__(self, channels: int, width: int, bias: bool = False, activation: bool = True):
+        super().__init__()
+        if width < 2:
+            raise ValueError(
+                f"a short convolution's width (conv_size) must be at least 2, got {width}; "
+                "use_short_conv=False removes the convolution"
+            )
+        self.channels = channels
+        self.width = width
+        self.activation = activation
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
+    def _forward(
+        self, x: Tensor, layout: TokenLayout, state: Tensor | None, return_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        history_has_gradient = state is not None and state.requires_grad
+        if return_state or history_has_gradient or self.width > MOST_TAPS:
+            return super()._forward(x, layout, state, return_state)
+        ends = range(0, x.shape[0] * x.shape[1] + 1, x.shape[1] or 1)
+        offsets = ends if layout.boundaries is None else layout.boundaries.offsets
+        settings = ConvolutionSettings(
+            offsets, None if state is None else state.to(x.dtype).contiguous(), self.activation
+        )
+        definition = super()._forward
+        convolution = Convolution(settings, lambda x, weight, bias: definition(x, layout, state, False)[0])
+        return convolution(x, self.weight, self.bias), None
+
     def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """One token ``[B, C]`` after ``state [B, C, W - 1]``, which advances in place."""
+        if is_native(x, self.weight, state) and not torch.is_grad_enabled() and state.is_contiguous():
+            return convolution_step(x.contiguous(), self.weight, self.bias, state, self.activation)
         window = torch.cat([state, x.to(state.dtype).unsqueeze(-1)], dim=-1)
         state.copy_(window[..., 1:])
         y = (window * self._taps().mT).sum(-1)
@@ -90,7 +123,7 @@ class ShortConvolution(nn.Module):
         weight = self.weight[:, 0].mT
         return weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight
 
-    def _convolve(self, extended: Tensor) -> Tensor:
+    def convolve(self, extended: Tensor) -> Tensor:
         # Shifted products rather than conv1d: no transposes, as fast on CPU, and one fused kernel under torch.compile.
         taps = self._taps()
         time = extended.shape[1] - self.width + 1

@@ -34,6 +34,9 @@ from mdn.layers.mixer import ProjectedMixer, StateShape, value_head_dim
 from mdn.layers.norms import GatedRMSNorm, RMSNorm
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.cpu.layers import GateTensors
+from mdn.ops.cpu.layers import momentum_gates as native_gates
+from mdn.ops.fused import any_requires_gradient, is_native
 
 if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan
@@ -69,6 +72,18 @@ class GateSettings:
     allow_neg_eigval: bool = False
     """doubles beta (an extra of FLA's layer, outside the paper's stability argument)"""
 
+    @property
+    def for_kernel(self) -> dict[str, float]:
+        """The fields as ``MdnGates`` has them."""
+        return {
+            "tau": self.tau,
+            "min_log_mu": -math.inf if self.min_log_mu is None else self.min_log_mu,
+            "bound_alpha": self.bound_alpha,
+            "bound_beta": self.bound_beta,
+            "sigmoid_eta": self.eta_activation == "sigmoid",
+            "double_beta": self.allow_neg_eigval,
+        }
+
     def __post_init__(self) -> None:
         if self.eta_activation not in ("tanh", "sigmoid"):
             raise ValueError(f"eta_activation must be 'tanh' or 'sigmoid', got {self.eta_activation!r}")
@@ -88,6 +103,7 @@ class StabilityGates(nn.Module):
     def __init__(self, settings: GateSettings):
         super().__init__()
         self.settings = settings
+        self._for_kernel = settings.for_kernel
 
     def forward(
         self,
@@ -106,6 +122,10 @@ class StabilityGates(nn.Module):
         Without m (the ablation use_momentum=False) mu is exactly 0: log mu = -inf.
         """
         settings = self.settings
+        tensors = GateTensors(a, b, m, e, A_log, dt_bias, Mu_log, mu_bias, log_factor)
+        # One token only: recomputation in training must find the same bits with and without gradients.
+        if a.dim() == 2 and is_native(*tensors) and not any_requires_gradient(tensors):
+            return Gates(*native_gates(tensors, self._for_kernel))
         dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
         a, b, e, dt_bias = a.to(dtype), b.to(dtype), e.to(dtype), dt_bias.to(dtype)
         eta = (

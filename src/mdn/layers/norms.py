@@ -7,13 +7,10 @@ The statistics are computed in float32 (float64 for float64 inputs) and the resu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu, "silu": F.silu}
+from mdn.ops.fused import ACTIVATIONS, gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -23,9 +20,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype in (torch.float32, torch.float64):
-            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
@@ -36,9 +31,9 @@ class GatedRMSNorm(RMSNorm):
 
     def __init__(self, dim: int, eps: float = 1e-6, activation: str = "sigmoid"):
         super().__init__(dim, eps)
-        if activation not in GATE_ACTIVATIONS:
-            raise ValueError(f"the gate's activation must be one of {sorted(GATE_ACTIVATIONS)}, got {activation!r}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"the gate's activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}")
         self.activation = activation
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x) * GATE_ACTIVATIONS[self.activation](gate)
+        return gated_rms_norm(x, gate, self.weight, self.eps, self.activation)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdn.layers.cache_access import LayerState
-from mdn.layers.conv import ShortConvolution
+from mdn.layers.conv import CausalWindow
 from mdn.layers.init import decay_bias, initialise, rate_bias, value_bias
 from mdn.layers.mixer import Mixer, StateShape
 from mdn.layers.token_layout import TokenLayout
@@ -37,14 +37,14 @@ FIRST_VALUES = "values of the first RWKV-7 layer"
 TIME_MIXING_STATE, CHANNEL_MIXING_STATE = 0, 1  # numbers of the convolution states in one layer's cache
 
 
-class TokenShift(ShortConvolution):
+class TokenShift(CausalWindow):
     """x_{t-1} - x_t: a convolution of width 2 without parameters, so it packs, pads and decodes like the others."""
 
     def __init__(self, channels: int):
-        nn.Module.__init__(self)
-        self.channels, self.width, self.activation, self.bias = channels, 2, False, None
+        super().__init__()
+        self.channels, self.width = channels, 2
 
-    def _convolve(self, extended: Tensor) -> Tensor:
+    def convolve(self, extended: Tensor) -> Tensor:
         return extended[:, :-1] - extended[:, 1:]
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:

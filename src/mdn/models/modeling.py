@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
@@ -32,6 +32,7 @@ from mdn.models.config import MomentumDeltaNetConfig
 from mdn.models.loss import IGNORE_INDEX, chunked_linear_cross_entropy, shift_labels_left
 from mdn.models.quantize import check_format, pack_modules
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.fused import cross_entropy_sum, is_native, swiglu
 
 if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan
@@ -51,7 +52,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 def make_norm(config: MomentumDeltaNetConfig) -> nn.Module:
@@ -392,6 +393,10 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
             loss = chunked_linear_cross_entropy(
                 hidden_states, self.lm_head.weight, shift_labels, chunk_size, num_items_in_batch
             )
+        elif self.loss_function is ForCausalLMLoss and is_native(logits):
+            total = cross_entropy_sum(logits.flatten(0, -2), shift_labels.flatten())
+            count = (shift_labels != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
+            loss = total / count
         else:
             loss = self.loss_function(
                 logits=logits,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
-INTERFACE_VERSION = 3
+INTERFACE_VERSION = 4
 """MDN_INTERFACE_VERSION of csrc/interface.h"""
 
 
@@ -60,6 +60,56 @@ class Linear(Structure):
         *_fields(c_int64, "batch depth outputs format threads"),
         *_fields(c_void_p, "weights scales x bias y"),
     ]
+
+
+class Norm(Structure):
+    """``MdnNorm``: an RMS norm, with or without a gate."""
+
+    _fields_ = [
+        *_fields(c_int64, "rows width rows_per_unit activation threads"),
+        ("eps", c_double),
+        *_fields(c_void_p, "x gate weight y grad_y grad_x grad_gate grad_weight"),
+    ]
+
+
+class SwiGlu(Structure):
+    """``MdnSwiGlu``: silu(gate) * up."""
+
+    _fields_ = [*_fields(c_int64, "count threads"), *_fields(c_void_p, "gate up y grad_y grad_gate grad_up")]
+
+
+class Convolution(Structure):
+    """``MdnConvolution``: short causal convolutions."""
+
+    _fields_ = [
+        *_fields(c_int64, "sequences channels width tokens_per_unit silu threads"),
+        *_fields(c_void_p, "offsets x weight bias state y grad_y grad_x grad_weight grad_bias"),
+    ]
+
+
+class Gates(Structure):
+    """``MdnGates``: the gates of the momentum delta rule."""
+
+    _fields_ = [
+        *_fields(c_int64, "rows key_heads value_heads bound_alpha bound_beta sigmoid_eta double_beta"),
+        *_fields(c_double, "tau min_log_mu"),
+        *_fields(c_void_p, "a b m e A_log dt_bias Mu_log mu_bias log_factor log_alpha log_mu beta eta"),
+    ]
+
+
+class CrossEntropy(Structure):
+    """``MdnCrossEntropy``: the loss of every row of logits."""
+
+    _fields_ = [
+        *_fields(c_int64, "rows classes rows_per_unit threads"),
+        *_fields(c_void_p, "logits labels loss log_sum"),
+        ("grad_loss", c_double),
+        ("grad_logits", c_void_p),
+    ]
+
+
+LAYER_STRUCTS = (Norm, SwiGlu, Convolution, Gates, CrossEntropy)
+"""of csrc/layers.h, in the order of mdn_layers_interface"""
 
 
 def why_unavailable() -> str | None:
@@ -115,10 +165,12 @@ def _requested_instruction_sets() -> tuple[str, ...]:
 
 def _why_stale(loaded: ctypes.CDLL) -> str | None:
     """A library that was built from other sources would read the structs wrongly."""
-    expected = [INTERFACE_VERSION, *map(ctypes.sizeof, (Problem, Step, Linear))]
+    expected = [INTERFACE_VERSION, *map(ctypes.sizeof, (Problem, Step, Linear, *LAYER_STRUCTS))]
     built = (c_int64 * len(expected))()
     if hasattr(loaded, "mdn_interface"):
         loaded.mdn_interface(built)
+    if hasattr(loaded, "mdn_layers_interface"):
+        loaded.mdn_layers_interface(ctypes.byref(built, 4 * ctypes.sizeof(c_int64)))
     if list(built) == expected:
         return None
     return (
@@ -129,10 +181,21 @@ def _why_stale(loaded: ctypes.CDLL) -> str | None:
 
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    functions = {"mdn_forward": Problem, "mdn_backward": Problem, "mdn_step": Step, "mdn_linear": Linear}
+    with_backward = {"norm": Norm, "swiglu": SwiGlu, "convolution": Convolution, "cross_entropy": CrossEntropy}
+    functions = {
+        "mdn_forward": Problem,
+        "mdn_backward": Problem,
+        "mdn_step": Step,
+        "mdn_linear": Linear,
+        "mdn_gates": Gates,
+        **{f"mdn_{name}": struct for name, struct in with_backward.items()},
+        **{f"mdn_{name}_backward": struct for name, struct in with_backward.items()},
+    }
     for name, argument in functions.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = [POINTER(argument)], c_int
+    step = loaded.mdn_convolution_step
+    step.argtypes, step.restype = [c_int64] * 4 + [c_void_p] * 5, c_int
     loaded.mdn_supports.argtypes, loaded.mdn_supports.restype = [c_char_p], c_int
     return loaded
 

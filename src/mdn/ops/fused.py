@@ -1,0 +1,204 @@
+"""Norms, SwiGLU, short convolutions, gates and cross entropy: each a torch definition, and a native kernel for CPUs.
+
+Every function here computes its torch definition. For float32 CPU tensors it is done by the native kernel in one pass
+over memory, forward and backward; elsewhere, under torch.compile and for derivatives that the kernel does not know
+(forward mode, torch.func, second derivatives) the definition itself runs. ``with definitions_only():`` shows the
+difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from mdn.ops.cpu import layers as native
+from mdn.ops.cpu import why_unavailable
+
+IGNORE_INDEX = -100
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu, "silu": F.silu}
+
+_definitions_only = False
+
+
+@contextmanager
+def definitions_only() -> Iterator[None]:
+    """Nothing here is native inside the ``with`` block, for tests and comparisons."""
+    global _definitions_only
+    before, _definitions_only = _definitions_only, True
+    try:
+        yield
+    finally:
+        _definitions_only = before
+
+
+def is_native(*tensors: Tensor | None) -> bool:
+    """Whether the native kernel computes for these tensors."""
+    for x in tensors:
+        if x is not None and (x.dtype is not torch.float32 or not x.is_cpu):
+            return False
+    if _definitions_only or torch.compiler.is_compiling() or why_unavailable() is not None:
+        return False
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return not transformed
+
+
+def any_requires_gradient(tensors: Iterable[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+class Kernel:
+    """A function of tensors (None where one is absent), and its hand-written gradient."""
+
+    def definition(self, *tensors: Any) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, *tensors: Any) -> Tensor:
+        """The same, natively; all tensors are contiguous."""
+        raise NotImplementedError
+
+    def backward(self, grad: Tensor, *tensors: Any) -> tuple[Tensor | None, ...]:
+        """One gradient per tensor."""
+        raise NotImplementedError
+
+    def __call__(self, *tensors: Tensor | None) -> Tensor:
+        if not is_native(*tensors):
+            return self.definition(*tensors)
+        contiguous = [None if x is None else x.contiguous() for x in tensors]
+        if any_requires_gradient(tensors):
+            apply: Any = _NativeFunction.apply
+            y: Tensor = apply(self, *contiguous)
+            return y
+        return self.forward(*contiguous)
+
+
+class _NativeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, *tensors: Tensor | None) -> Tensor:
+        ctx.kernel = kernel
+        ctx.save_for_backward(*tensors)
+        return kernel.forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # the gradient itself is to be differentiated
+            return None, *_gradients_of_definition(ctx.kernel, grad, ctx.saved_tensors)
+        return None, *ctx.kernel.backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+def _gradients_of_definition(kernel: Kernel, grad: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    wanted = [x for x in tensors if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(kernel.definition(*tensors), wanted, grad, create_graph=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in tensors]
+
+
+# --------------------------------------------------------------------------------------------------------------- norms
+
+
+@dataclass(frozen=True)
+class _Norm(Kernel):
+    eps: float
+    activation: str | None
+
+    def definition(self, x: Tensor, weight: Tensor, gate: Tensor | None) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        normed = F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), self.eps).to(x.dtype)
+        return normed if gate is None or self.activation is None else normed * ACTIVATIONS[self.activation](gate)
+
+    def forward(self, x: Tensor, weight: Tensor, gate: Tensor | None) -> Tensor:
+        return native.norm(x, weight, gate, self.eps, self.activation)
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, gate: Tensor | None) -> tuple[Tensor | None, ...]:
+        return native.norm_backward(grad, x, weight, gate, self.eps, self.activation)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last of ``[..., width]``, computed in float32 at least."""
+    return _Norm(eps, None)(x, weight, None)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
+    """``rms_norm(x) * activation(gate)``; the activation is "sigmoid" or "swish"."""
+    return _Norm(eps, activation)(x, weight, gate)
+
+
+# -------------------------------------------------------------------------------------------------------------- SwiGLU
+
+
+class _SwiGlu(Kernel):
+    def definition(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return native.swiglu(gate, up)
+
+    def backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor | None, ...]:
+        return native.swiglu_backward(grad, gate, up)
+
+
+_swiglu = _SwiGlu()
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``."""
+    return _swiglu(gate, up)
+
+
+# -------------------------------------------------------------------------------------------------------- convolutions
+
+
+@dataclass(frozen=True)
+class Convolution(Kernel):
+    """``y_t = silu(bias + sum_j w_j x_{t - W + 1 + j})`` per channel: x ``[B, T, C]``, weight ``[C, 1, W]``, bias
+    ``[C]`` or None. ``define`` is the same in torch (layers/conv.py)."""
+
+    settings: native.ConvolutionSettings
+    define: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+    def definition(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.define(x, weight, bias)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return native.convolution(x, weight, bias, self.settings)
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+        return native.convolution_backward(grad, x, weight, bias, self.settings)
+
+
+# ------------------------------------------------------------------------------------------------------- cross entropy
+
+
+class _CrossEntropy(Kernel):
+    """The sum over all labelled rows."""
+
+    def __init__(self, labels: Tensor):
+        self.labels = labels
+        self.log_sum: Tensor | None = None
+
+    def definition(self, logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits, self.labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+    def forward(self, logits: Tensor) -> Tensor:
+        losses = native.cross_entropy(logits, self.labels)
+        self.log_sum = losses.log_sum
+        return losses.loss.sum()
+
+    def backward(self, grad: Tensor, logits: Tensor) -> tuple[Tensor | None, ...]:
+        assert self.log_sum is not None
+        return (native.cross_entropy_backward(float(grad), logits, self.labels, self.log_sum),)
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """The cross entropy of logits ``[rows, classes]`` against int64 labels ``[rows]``, summed over the labelled rows
+    (those whose label is not -100)."""
+    if is_native(logits):
+        labels = labels.contiguous()
+        if bool((labels >= logits.shape[1]).any()) or bool(((labels < 0) & (labels != IGNORE_INDEX)).any()):
+            raise ValueError(f"labels must be {IGNORE_INDEX} or below the {logits.shape[1]} classes")
+    return _CrossEntropy(labels)(logits)

@@ -1,0 +1,188 @@
+"""Norms, SwiGLU, convolutions, gates, cross entropy: the native kernels against their torch definitions in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mdn.layers import GatedRMSNorm, GateSettings, RMSNorm, ShortConvolution, StabilityGates, make_layout
+from mdn.ops.cpu import bindings
+from mdn.ops.fused import cross_entropy_sum, definitions_only, gated_rms_norm, is_native, rms_norm, swiglu
+
+
+@pytest.fixture(params=bindings.INSTRUCTION_SETS)
+def every_instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Each variant that was built and that this processor can run."""
+    monkeypatch.setenv("MDN_CPU_ISA", request.param)
+    bindings._find.cache_clear()
+    if bindings.why_unavailable() is not None:
+        monkeypatch.undo()
+        bindings._find.cache_clear()
+        pytest.skip(f"{request.param} cannot run here")
+    yield
+    monkeypatch.undo()
+    bindings._find.cache_clear()
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(function: Callable[..., Tensor], tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The output and the gradients of all inputs, for one random gradient of the output."""
+    inputs = [x.detach().to(dtype, copy=True).requires_grad_() for x in tensors]
+    y = function(*inputs)
+    y.backward(random(*y.shape, seed=99).to(dtype))
+    return [y.detach(), *(x.grad for x in inputs)]
+
+
+def check(function: Callable[..., Tensor], tensors: list[Tensor], tolerance: float = 2e-6) -> None:
+    """Native float32 against the definition in float64, relative to the largest value of each tensor."""
+    assert is_native(*tensors)
+    native = gradients(function, tensors, torch.float32)
+    exact = gradients(function, tensors, torch.float64)
+    for found, expected in zip(native, exact):
+        error = (found.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+        assert float(error) < tolerance
+    with torch.no_grad():
+        assert torch.equal(function(*tensors), native[0])
+
+
+SHAPES = [(1, 3), (3, 5), (2, 16), (7, 33), (130, 64), (2, 3, 257)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(shape: tuple[int, ...], every_instruction_set: None) -> None:
+    check(lambda x, w: rms_norm(x, w, 1e-6), [random(*shape), random(shape[-1], seed=1)], 1e-5)
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "swish"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gated_rms_norm(shape: tuple[int, ...], activation: str, every_instruction_set: None) -> None:
+    tensors = [random(*shape), random(*shape, seed=1, scale=5), random(shape[-1], seed=2)]
+    check(lambda x, gate, w: gated_rms_norm(x, gate, w, 1e-5, activation), tensors, 1e-5)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (9001,), (0, 4)])
+def test_swiglu(shape: tuple[int, ...], every_instruction_set: None) -> None:
+    if 0 in shape:
+        assert swiglu(random(*shape), random(*shape)).shape == shape
+        return
+    check(swiglu, [random(*shape, scale=4), random(*shape, seed=1)])
+
+
+def test_large_and_small_arguments_of_the_activations_are_those_of_torch() -> None:
+    gate = torch.tensor([-1e30, -200.0, -90.0, -87.5, -1e-30, 0.0, 1e-30, 87.5, 90.0, 200.0, 1e30, float("nan")])
+    native = swiglu(gate, torch.ones(12))
+    with definitions_only():
+        expected = swiglu(gate, torch.ones(12))
+    assert torch.allclose(native, expected, rtol=1e-6, atol=1e-35, equal_nan=True)
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("lengths", [None, (1, 0, 70, 2, 3, 31)])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_convolution(
+    width: int, bias: bool, lengths: tuple[int, ...] | None, has_state: bool, every_instruction_set: None
+) -> None:
+    torch.manual_seed(0)
+    channels, activation = 35, width != 3
+    convolution = ShortConvolution(channels, width, bias, activation)
+    sequences = 3 if lengths is None else len(lengths)
+    if lengths is None:
+        layout, x = None, random(3, 45, channels)
+    else:
+        ends = [0, *itertools.accumulate(lengths)]
+        layout, x = make_layout((1, ends[-1]), cu_seqlens=torch.tensor(ends)), random(1, ends[-1], channels)
+    state = random(sequences, channels, width - 1, seed=2) if has_state else None
+    names = [name for name, _ in convolution.named_parameters()]
+
+    def convolve(x: Tensor, *parameters: Tensor) -> Tensor:
+        for name, value in zip(names, parameters):
+            delattr(convolution, name)
+            setattr(convolution, name, value)
+        return convolution(x, layout, None if state is None else state.to(x.dtype))[0]
+
+    check(convolve, [x, *(p.detach() for p in convolution.parameters())])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_the_convolution_step_continues_the_convolution(width: int, every_instruction_set: None) -> None:
+    convolution = ShortConvolution(37, width, bias=True)
+    x = random(2, 9, 37)
+    expected, _ = convolution(x)
+    _, state = convolution(x[:, :5], return_state=True)
+    state = state.contiguous()
+    for token in range(5, 9):
+        assert torch.allclose(convolution.step(x[:, token], state), expected[:, token], atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [(4, 4), (2, 6)])
+@pytest.mark.parametrize("fields", [{}, {"bound_alpha": False, "min_log_mu": None}, {"eta_activation": "sigmoid"},
+                                    {"allow_neg_eigval": True, "bound_beta": False}])  # fmt: skip
+def test_gates(heads: tuple[int, int], fields: dict, every_instruction_set: None) -> None:
+    gates = StabilityGates(GateSettings(tau=3.0, **fields))
+    H, HV = heads
+    a, b, m, e = (random(15, HV, seed=seed, scale=8) for seed in range(4))
+    per_head = [random(H, seed=4), random(HV, seed=5), random(H, seed=6), random(HV, seed=7), random(H, seed=8)]
+    for given in ([a, b, m, e, *per_head], [a, b, None, e, *per_head[:2], None, None, None]):
+        found = gates(*given)
+        exact = gates(*(None if x is None else x.double() for x in given))
+        for x, y in zip(found, exact):
+            assert torch.allclose(x.double(), y, rtol=3e-6, atol=2e-7)  # of eta, 1 + tanh near -1
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (70, 61), (3, 1000)])
+def test_cross_entropy(shape: tuple[int, int], every_instruction_set: None) -> None:
+    labels = torch.randint(0, shape[1], shape[:1], generator=torch.Generator().manual_seed(1))
+    labels[1::3] = -100
+    check(lambda logits: cross_entropy_sum(logits, labels), [random(*shape, scale=10)], 3e-6)
+
+
+def test_labels_that_are_no_classes_are_refused() -> None:
+    for wrong in (7, -1):
+        with pytest.raises(ValueError, match="labels must be -100 or below the 7 classes"):
+            cross_entropy_sum(random(2, 7), torch.tensor([0, wrong]))
+
+
+def test_inputs_that_are_not_contiguous_and_threads_change_nothing() -> None:
+    x, gate, before = random(400, 200), random(400, 200, seed=1), torch.get_num_threads()
+    weight = random(200, seed=2)
+    try:
+        torch.set_num_threads(1)
+        expected = gradients(lambda x, g, w: gated_rms_norm(x, g, w, 1e-6, "swish"), [x, gate, weight], torch.float32)
+        torch.set_num_threads(3)
+        strided = [x.mT.contiguous().mT, torch.stack([gate, gate], -1)[..., 0], weight]
+        found = gradients(lambda x, g, w: gated_rms_norm(x, g, w, 1e-6, "swish"), strided, torch.float32)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+def test_second_derivatives_forward_mode_and_function_transforms_use_the_definition() -> None:
+    x, weight = random(4, 20).requires_grad_(), random(20, seed=1).requires_grad_()
+    (first,) = torch.autograd.grad(rms_norm(x, weight, 1e-6).square().sum(), x, create_graph=True)
+    native = torch.autograd.grad(first.square().sum(), (x, weight))
+    with definitions_only():
+        (first,) = torch.autograd.grad(rms_norm(x, weight, 1e-6).square().sum(), x, create_graph=True)
+        expected = torch.autograd.grad(first.square().sum(), (x, weight))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(native, expected))
+    by_row = torch.func.vmap(lambda row: rms_norm(row, weight, 1e-6))(x)
+    assert torch.allclose(by_row, rms_norm(x, weight, 1e-6), atol=1e-6)
+    _, tangent = torch.func.jvp(lambda x: swiglu(x, x), (x.detach(),), (torch.ones_like(x),))
+    assert tangent.shape == x.shape
+
+
+def test_other_dtypes_use_the_definition() -> None:
+    norm, gated = RMSNorm(16), GatedRMSNorm(16)
+    for dtype in (torch.bfloat16, torch.float64):
+        x = random(3, 16).to(dtype)
+        assert norm(x).dtype == gated(x, x).dtype == dtype
+        assert not is_native(x)
