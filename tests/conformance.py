@@ -22,6 +22,7 @@ from torch import Tensor
 import mdn.ops
 from definition import (
     GATES,
+    MOMENTUM,
     Tensors,
     first_order_rule,
     leaves,
@@ -73,7 +74,7 @@ def inputs_of(case: Case) -> Tensors:
     if case.lengths is not None:
         sizes |= {"B": 1, "T": sum(case.lengths), "N": len(case.lengths)}
     made = make_inputs(case.rule, **sizes, with_p=case.with_p, with_state=case.with_state, dtype=case.dtype)
-    if case.rule == "momentum" and case.l2norm is False:  # keys of length 4 would make the states explode
+    if case.rule in MOMENTUM and case.l2norm is False:  # keys of length 4 would make the states explode
         made |= {name: 0.2 * made[name] for name in ("q", "k", "p") if name in made}
     if case.key_noise is not None:
         made["k"] = made["k"][:, :1] + case.key_noise * made["k"]
@@ -85,7 +86,8 @@ def inputs_of(case: Case) -> Tensors:
 def definition_of(case: Case) -> Callable[[Tensors], tuple[Tensor, ...]]:
     def momentum(x: Tensors) -> tuple[Tensor, ...]:
         switches = {"l2norm": case.l2norm is not False, "p_times_alpha": case.p_times_alpha}
-        return momentum_delta_rule(**x, scale=case.scale, offsets=case.offsets, **switches)
+        lookahead = case.rule == "lookahead"
+        return momentum_delta_rule(**x, scale=case.scale, offsets=case.offsets, lookahead=lookahead, **switches)
 
     def first_order(x: Tensors) -> tuple[Tensor, ...]:
         states = {name: x[name] for name in ("initial_state", "initial_z") if name in x}
@@ -93,14 +95,14 @@ def definition_of(case: Case) -> Callable[[Tensors], tuple[Tensor, ...]]:
         options = {"scale": case.scale, "offsets": case.offsets, "l2norm": bool(case.l2norm)}
         return tuple(y for y in first_order_rule(case.rule, rest, **states, **options) if y is not None)
 
-    return momentum if case.rule == "momentum" else first_order
+    return momentum if case.rule in MOMENTUM else first_order
 
 
 def public_function(rule: str, form: str) -> Callable[..., Any]:
     """``form`` is chunk, recurrent or step."""
-    name = "momentum_delta_rule" if rule == "momentum" else rule
+    name = "momentum_delta_rule" if rule in MOMENTUM else rule
     if form == "step":
-        return getattr(mdn.ops, "momentum_delta_step" if rule == "momentum" else f"{rule}_step")
+        return getattr(mdn.ops, "momentum_delta_step" if rule in MOMENTUM else f"{rule}_step")
     return getattr(mdn.ops, f"{form}_{name}")
 
 
@@ -111,6 +113,8 @@ def options_of(case: Case) -> dict[str, Any]:
         options["use_qk_l2norm_in_kernel"] = case.l2norm
     if not case.p_times_alpha:
         options["use_p_times_alpha"] = False
+    if case.rule == "lookahead":
+        options["lookahead"] = True
     return options
 
 

@@ -18,11 +18,13 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 
 VECTORS = ("q", "k", "v", "p", "r", "a", "b")
-GATES = ("log_alpha", "log_mu", "beta", "eta", "g", "w")
+GATES = ("log_alpha", "log_mu", "beta", "eta", "direct", "g", "w")
 SCALAR_DECAY = ("linear_attn", "simple_gla", "delta_rule", "gated_delta_rule", "comba")
 VECTOR_DECAY = ("gla", "kda", "rwkv7")
 FIRST_ORDER = SCALAR_DECAY + VECTOR_DECAY
-RULES = ("momentum", *FIRST_ORDER)
+MOMENTUM = ("momentum", "general", "lookahead")
+"""general: with a direct write beside the momentum; lookahead: also with the error read where the step would lead"""
+RULES = (*MOMENTUM, *FIRST_ORDER)
 HARD_ZERO = float("-inf")
 
 
@@ -46,13 +48,21 @@ def read(S: Tensor, x: Tensor) -> Tensor:
 
 
 def momentum(state: Tensor, x: Tensors, probed: Tensor) -> Tensor:
-    """state [N, 2, HV, K, V]; the error is read at ``probed``, S itself unless the rule is blockwise."""
+    """state [N, 2, HV, K, V]; the error is read at ``probed``, S itself unless the rule is blockwise or looks ahead."""
     S, M = state.unbind(1)
     alpha, mu, beta, eta = (column(column(gate)) for gate in (x["alpha"], x["mu"], x["beta"], x["eta"]))
-    r = x["v"] - read(probed, x["p"])
-    M = mu * M - eta * outer(x["k"], r)
+    write = outer(x["k"], x["v"] - read(probed, x["p"]))
+    M = mu * M - eta * write
     S = alpha * S - beta * M
+    if "direct" in x:
+        S = S + column(column(x["direct"])) * write
     return torch.stack([S, M], 1)
+
+
+def ahead(state: Tensor, x: Tensors) -> Tensor:
+    """Where the step leads if nothing is written: alpha S - beta mu M."""
+    S, M = state.unbind(1)
+    return column(column(x["alpha"])) * S - column(column(x["beta"] * x["mu"])) * M
 
 
 def linear_attn(S: Tensor, x: Tensors) -> Tensor:
@@ -145,12 +155,14 @@ def momentum_delta_rule(
     beta: Tensor,
     eta: Tensor,
     p: Tensor | None = None,
+    direct: Tensor | None = None,
     initial_state: Tensor | None = None,
     *,
     scale: float | None = None,
     offsets: list[int] | None = None,
     l2norm: bool = True,
     p_times_alpha: bool = True,
+    lookahead: bool = False,
     block_size: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """(o, final_state). With blocks, every error is read at the state before the first token of its block."""
@@ -159,7 +171,9 @@ def momentum_delta_rule(
         q, k, p = unit(q), unit(k), unit(p)
     x = value_heads({"q": q, "k": k, "p": p, "v": v})
     x |= {"alpha": log_alpha.exp(), "mu": log_mu.exp(), "beta": beta, "eta": eta}
-    if p_times_alpha:
+    if direct is not None:
+        x["direct"] = direct
+    if p_times_alpha and not lookahead:
         x["p"] = x["alpha"].unsqueeze(-1) * x["p"]
     sequences = v.shape[0] if offsets is None else len(offsets) - 1
     if initial_state is None:
@@ -168,7 +182,7 @@ def momentum_delta_rule(
 
     def step(state: Tensor, token: Tensors, position: int) -> Tensor:
         if position % block_size == 0:
-            probed[:] = [state[:, 0]]
+            probed[:] = [ahead(state, token) if lookahead else state[:, 0]]
         return momentum(state, token, *probed)
 
     states, final = run(step, x, initial_state.transpose(0, 1), offsets)
@@ -364,10 +378,12 @@ def make_inputs(
     q, k, v = draw.normal(B, T, H, K), make_keys(keys, draw, (B, T, H, K)), draw.normal(B, T, HV, V)
     # A probe near the key, as any sensible one is: along an unrelated one the state would grow without bound.
     p = k + 0.3 * draw.normal(B, T, H, K)
-    if rule == "momentum":
+    if rule in MOMENTUM:
         tensors = {"q": q, "k": k, "v": v, **momentum_gates(gates or "layer", draw, (B, T, HV))}
         tensors |= {"p": p} if with_p else {}
         tensors |= {"initial_state": draw.normal(2, N, HV, K, V)} if with_state else {}
+        if rule != "momentum":
+            tensors["direct"] = draw.scatter(draw.uniform(B, T, HV), 0.0, 1.0, share=0.1)
     else:
         tensors = _first_order_inputs(rule, q, k, v, p, gates or "mixed", draw)
         tensors |= {"initial_state": draw.normal(N, HV, K, V)} if with_state else {}

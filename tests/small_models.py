@@ -18,6 +18,8 @@ HYBRIDS: dict[str, dict] = {
     "hybrid with a window": {"attn": {"layers": [1], "num_heads": 4, "window_size": 9}},
     "grouped value heads": {"num_heads": 2, "num_v_heads": 4},
     "no convolution": {"use_short_conv": False},
+    "quasi-hyperbolic momentum": {"momentum": "quasi_hyperbolic", "mu_init": 10},
+    "Nesterov's momentum": {"momentum": "nesterov", "mu_init": [0.001, 1.5]},
 }
 MODELS = sorted(MIXERS) + sorted(HYBRIDS)
 

@@ -1,4 +1,4 @@
-"""docs/derivation.md as printed: equations (2) to (19) in float64, against autograd through the recurrence (1).
+"""docs/derivation.md as printed: equations (2) to (25) in float64, against autograd through the recurrence (1).
 
 One chunk, one head, plain matrices. Nothing here imports the library.
 """
@@ -14,7 +14,7 @@ C, K, V, SCALE, EPS = 7, 5, 4, 0.37, 1e-6
 
 @dataclass
 class Chunk:
-    """Raw inputs of one chunk; q and k are normalised by the rule, p = alpha k."""
+    """Raw inputs of one chunk; q and k are normalised by the rule, p = alpha k, with look-ahead p = k."""
 
     q: Tensor  # [C, K]
     k: Tensor  # [C, K]
@@ -23,11 +23,12 @@ class Chunk:
     log_mu: Tensor  # [C]
     beta: Tensor  # [C]
     eta: Tensor  # [C]
+    direct: Tensor  # [C]
     S0: Tensor  # [K, V]
     M0: Tensor  # [K, V]
 
     @classmethod
-    def random(cls, zero_gates: bool) -> "Chunk":
+    def random(cls, zero_gates: bool, general: bool = False) -> "Chunk":
         torch.manual_seed(0)
         normal = [torch.randn(*shape, dtype=torch.float64) for shape in ((C, K), (C, K), (C, V), (K, V), (K, V))]
         gates = torch.rand(4, C, dtype=torch.float64)
@@ -35,7 +36,8 @@ class Chunk:
         if zero_gates:
             log_alpha[2] = log_mu[4] = -torch.inf
             beta[1] = eta[5] = 0
-        return cls(*normal[:3], log_alpha, log_mu, beta, eta, *normal[3:])
+        direct = torch.rand(C, dtype=torch.float64) if general else torch.zeros(C, dtype=torch.float64)
+        return cls(*normal[:3], log_alpha, log_mu, beta, eta, direct, *normal[3:])
 
     def tensors(self) -> list[Tensor]:
         return [getattr(self, field.name) for field in fields(self)]
@@ -46,14 +48,15 @@ def unit(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * norm, norm
 
 
-def recurrence(x: Chunk) -> tuple[Tensor, Tensor, Tensor]:  # (1)
+def recurrence(x: Chunk, lookahead: bool) -> tuple[Tensor, Tensor, Tensor]:  # (1), with (22) and the direct write
     q, k = unit(x.q)[0], unit(x.k)[0]
     S, M, outputs = x.S0, x.M0, []
     for t in range(C):
         alpha, mu = x.log_alpha[t].exp(), x.log_mu[t].exp()
-        r = x.v[t] - S.T @ (alpha * k[t])
+        probed = alpha * S - x.beta[t] * mu * M if lookahead else alpha * S
+        r = x.v[t] - probed.T @ k[t]
         M = mu * M - x.eta[t] * torch.outer(k[t], r)
-        S = alpha * S - x.beta[t] * M
+        S = alpha * S - x.beta[t] * M + x.direct[t] * torch.outer(k[t], r)
         outputs.append(SCALE * S.T @ q[t])
     return torch.stack(outputs), S, M
 
@@ -68,21 +71,22 @@ def decay(log_gate: Tensor) -> Tensor:  # (3)
 
 
 class Forward:
-    """Equations (3) to (8)."""
+    """Equations (3) to (8), with (20). ``probed`` are the rows that P reads: i - 1, or i with look-ahead (22)."""
 
-    def __init__(self, x: Chunk):
+    def __init__(self, x: Chunk, lookahead: bool = False):
         (self.q, self.q_norm), (self.k, self.k_norm) = unit(x.q), unit(x.k)
-        self.p = x.log_alpha.exp().unsqueeze(-1) * self.k
+        self.lookahead, self.probed = lookahead, slice(1, None) if lookahead else slice(0, -1)
+        self.p = self.k if lookahead else x.log_alpha.exp().unsqueeze(-1) * self.k
         self.decay_alpha, self.decay_mu = decay(x.log_alpha), decay(x.log_mu)
         one, zero = x.beta.new_ones(1), x.beta.new_zeros(1)
         self.eta_row, self.beta_column = torch.cat([one, x.eta]), torch.cat([zero, x.beta]).unsqueeze(-1)
         self.gamma_M = self.decay_mu * self.eta_row  # (4)
-        self.scaled = self.beta_column * self.gamma_M
+        self.scaled = self.beta_column * self.gamma_M + torch.cat([zero, x.direct]).diag()  # (20)
         self.gamma_S = self.decay_alpha @ self.scaled  # (5)
         self.abar, self.b, self.mbar = self.decay_alpha[:, :1], self.gamma_S[:, :1], self.gamma_M[:, :1]
         self.pk, self.qk = self.p @ self.k.T, self.q @ self.k.T
-        self.erase = self.pk * self.gamma_S[:-1, 1:]  # (6)
-        target = x.v - self.abar[:-1] * (self.p @ x.S0) + self.b[:-1] * (self.p @ x.M0)
+        self.erase = (self.pk * self.gamma_S[self.probed, 1:]).tril(-1)  # (6)
+        target = x.v - self.abar[self.probed] * (self.p @ x.S0) + self.b[self.probed] * (self.p @ x.M0)
         self.solve = torch.eye(C, dtype=torch.float64) + self.erase
         self.R = torch.linalg.solve(self.solve, target)
         self.attend = self.qk * self.gamma_S[1:, 1:]  # (7)
@@ -93,56 +97,64 @@ class Forward:
 
 
 def backward(x: Chunk, f: Forward, grad_o: Tensor, grad_S: Tensor, grad_M: Tensor) -> list[Tensor]:
-    """Equations (9) to (18); gradients in the order of ``Chunk``'s fields."""
+    """Equations (9) to (18), with (21); gradients in the order of ``Chunk``'s fields."""
+    before = f.probed
     grad_O = SCALE * grad_o
     k_grad_S, k_grad_M = f.k @ grad_S, f.k @ grad_M
     grad_R = f.attend.T @ grad_O + f.write_S * k_grad_S - f.write_M * k_grad_M  # (9)
     grad_target = torch.linalg.solve(f.solve.T, grad_R)  # (10)
-    abar_q, b_q, abar_p, b_p = f.abar[1:] * f.q, f.b[1:] * f.q, f.abar[:-1] * f.p, f.b[:-1] * f.p
+    abar_q, b_q, abar_p, b_p = f.abar[1:] * f.q, f.b[1:] * f.q, f.abar[before] * f.p, f.b[before] * f.p
     grad_S0 = f.abar[-1] * grad_S + abar_q.T @ grad_O - abar_p.T @ grad_target  # (11)
     grad_M0 = f.mbar[-1] * grad_M - f.b[-1] * grad_S - b_q.T @ grad_O + b_p.T @ grad_target
     grad_attend, grad_erase = (grad_O @ f.R.T).tril(), -(grad_target @ f.R.T).tril(-1)  # (12)
-    grad_qk, grad_pk = grad_attend * f.gamma_S[1:, 1:], grad_erase * f.gamma_S[:-1, 1:]  # (13)
+    grad_qk, grad_pk = grad_attend * f.gamma_S[1:, 1:], grad_erase * f.gamma_S[before, 1:]  # (13)
     grad_gamma_S, grad_gamma_M = torch.zeros_like(f.gamma_S), torch.zeros_like(f.gamma_M)
     grad_gamma_S[1:, 1:] += grad_attend * f.qk
-    grad_gamma_S[:-1, 1:] += grad_erase * f.pk
+    grad_gamma_S[before, 1:] += grad_erase * f.pk
     grad_gamma_S[-1, 1:] += (f.R * k_grad_S).sum(-1)
     grad_gamma_M[-1, 1:] -= (f.R * k_grad_M).sum(-1)
     grad_q = grad_qk @ f.k + f.abar[1:] * (grad_O @ x.S0.T) - f.b[1:] * (grad_O @ x.M0.T)  # (14)
-    grad_p = grad_pk @ f.k - f.abar[:-1] * (grad_target @ x.S0.T) + f.b[:-1] * (grad_target @ x.M0.T)
+    grad_p = grad_pk @ f.k - f.abar[before] * (grad_target @ x.S0.T) + f.b[before] * (grad_target @ x.M0.T)
     grad_k = grad_qk.T @ f.q + grad_pk.T @ f.p
     grad_k += f.write_S * (f.R @ grad_S.T) - f.write_M * (f.R @ grad_M.T)
     grad_decay_alpha = torch.zeros_like(f.decay_alpha)
     grad_abar, grad_b = grad_decay_alpha[:, 0], grad_gamma_S[:, 0]  # views                  (15)
     grad_abar[1:] += (grad_O * (f.q @ x.S0)).sum(-1)
-    grad_abar[:-1] -= (grad_target * (f.p @ x.S0)).sum(-1)
+    grad_abar[before] -= (grad_target * (f.p @ x.S0)).sum(-1)
     grad_abar[-1] += (x.S0 * grad_S).sum()
     grad_b[1:] -= (grad_O * (f.q @ x.M0)).sum(-1)
-    grad_b[:-1] += (grad_target * (f.p @ x.M0)).sum(-1)
+    grad_b[before] += (grad_target * (f.p @ x.M0)).sum(-1)
     grad_b[-1] -= (x.M0 * grad_S).sum()
     grad_gamma_M[-1, 0] += (x.M0 * grad_M).sum()
     grad_scaled = f.decay_alpha.T @ grad_gamma_S  # (16)
     grad_decay_alpha += grad_gamma_S @ f.scaled.T
     grad_beta = (grad_scaled * f.gamma_M).sum(-1)[1:]
+    grad_direct = grad_scaled.diagonal()[1:]  # (21)
     grad_gamma_M += f.beta_column * grad_scaled
     grad_eta = (grad_gamma_M * f.decay_mu).sum(0)[1:]
     grad_decay_mu = grad_gamma_M * f.eta_row
     change_alpha, change_mu = grad_decay_alpha * f.decay_alpha, grad_decay_mu * f.decay_mu  # (17)
     grad_log_alpha = torch.stack([change_alpha[token:, :token].sum() for token in range(1, C + 1)])
     grad_log_mu = torch.stack([change_mu[token:, :token].sum() for token in range(1, C + 1)])
-    grad_log_alpha += (f.p * grad_p).sum(-1)
-    grad_k = grad_k + x.log_alpha.exp().unsqueeze(-1) * grad_p
+    if f.lookahead:
+        grad_k = grad_k + grad_p
+    else:
+        grad_log_alpha += (f.p * grad_p).sum(-1)
+        grad_k = grad_k + x.log_alpha.exp().unsqueeze(-1) * grad_p
     grad_q = f.q_norm * (grad_q - f.q * (f.q * grad_q).sum(-1, keepdim=True))  # (18)
     grad_k = f.k_norm * (grad_k - f.k * (f.k * grad_k).sum(-1, keepdim=True))
-    return [grad_q, grad_k, grad_target, grad_log_alpha, grad_log_mu, grad_beta, grad_eta, grad_S0, grad_M0]
+    gates = [grad_log_alpha, grad_log_mu, grad_beta, grad_eta, grad_direct]
+    return [grad_q, grad_k, grad_target, *gates, grad_S0, grad_M0]
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("general", [False, True])
 @pytest.mark.parametrize("zero_gates", [False, True])
-def test_the_printed_equations_are_the_recurrence_and_its_gradient(zero_gates):
-    x = Chunk.random(zero_gates)
+def test_the_printed_equations_are_the_recurrence_and_its_gradient(zero_gates, general, lookahead):
+    x = Chunk.random(zero_gates, general)
     tracked = Chunk(*(tensor.clone().requires_grad_() for tensor in x.tensors()))
-    expected = recurrence(tracked)
-    forward = Forward(x)
+    expected = recurrence(tracked, lookahead)
+    forward = Forward(x, lookahead)
     for actual, result in zip((forward.O, forward.S, forward.M), expected):
         torch.testing.assert_close(actual, result.detach(), rtol=0, atol=1e-13)
     grads_in = [torch.randn_like(result) for result in expected]
@@ -155,15 +167,50 @@ def test_the_printed_equations_are_the_recurrence_and_its_gradient(zero_gates):
 
 
 def test_the_row_recurrences_are_the_matrix_products():
-    f, x = Forward(Chunk.random(zero_gates=True)), Chunk.random(zero_gates=True)
+    x = Chunk.random(zero_gates=True, general=True)
+    f = Forward(x)
     gamma_M, gamma_S = torch.zeros_like(f.gamma_M), torch.zeros_like(f.gamma_S)
     gamma_M[0, 0] = 1
     for i in range(1, C + 1):
         gamma_M[i] = x.log_mu[i - 1].exp() * gamma_M[i - 1]
         gamma_M[i, i] += x.eta[i - 1]
-        gamma_S[i] = x.log_alpha[i - 1].exp() * gamma_S[i - 1] + x.beta[i - 1] * gamma_M[i]
+        gamma_S[i] = x.log_alpha[i - 1].exp() * gamma_S[i - 1] + x.beta[i - 1] * gamma_M[i]  # (20)
+        gamma_S[i, i] += x.direct[i - 1]
     torch.testing.assert_close(gamma_M, f.gamma_M, rtol=0, atol=1e-15)
     torch.testing.assert_close(gamma_S, f.gamma_S, rtol=0, atol=1e-15)
+
+
+def step_on_key(alpha: Tensor, mu: Tensor, beta: Tensor, eta: Tensor, direct: Tensor, lookahead: bool) -> Tensor:
+    """What one step does to (k^T S, k^T M) of a unit key: the recurrence, applied to both unit vectors. [..., 2, 2]"""
+    zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
+    columns = []
+    for S, M in ((one, zero), (zero, one)):
+        r = -(alpha * S - beta * mu * M if lookahead else alpha * S)
+        new_M = mu * M - eta * r
+        columns.append(torch.stack([alpha * S - beta * new_M + direct * r, new_M], -1))
+    return torch.stack(columns, -1)
+
+
+def test_traces_determinants_and_the_stability_conditions_of_one_step():  # (23), (24), (25)
+    torch.manual_seed(0)
+    alpha, mu, beta, eta, direct = torch.rand(5, 20000, dtype=torch.float64)
+    beta, eta, direct = 2 * beta, 4 * eta, 2 * direct  # far outside of what the layer allows
+    step = step_on_key(alpha, mu, beta, eta, direct, lookahead=False)
+    trace, determinant = step.diagonal(dim1=-2, dim2=-1).sum(-1), torch.linalg.det(step)
+    torch.testing.assert_close(trace, alpha * (1 - beta * eta - direct) + mu)
+    torch.testing.assert_close(determinant, alpha * mu * (1 - direct))
+    eigenvalues = torch.linalg.eigvals(step)
+    in_disc = alpha * beta * eta <= (1 + mu) * (1 + alpha * (1 - direct))
+    assert torch.equal(eigenvalues.abs().amax(-1) <= 1 + 1e-9, in_disc)
+    in_right_half = (direct <= 1) & (trace >= 0)
+    assert torch.equal(eigenvalues.real.amin(-1) >= -1e-9, in_right_half)
+    for condition in (in_disc, in_right_half):
+        assert 0 < condition.sum() < len(condition)
+
+    step = step_on_key(alpha, mu, beta, eta, direct, lookahead=True)
+    trace, determinant = step.diagonal(dim1=-2, dim2=-1).sum(-1), torch.linalg.det(step)
+    torch.testing.assert_close(trace, alpha * (1 - beta * eta - direct) + mu * (1 - beta * eta))
+    torch.testing.assert_close(determinant, alpha * mu * (1 - beta * eta - direct))
 
 
 def test_a_chunk_is_an_affine_map():  # (19)

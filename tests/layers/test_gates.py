@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from mdn.layers import GateSettings, MomentumDeltaNet, StabilityGates
 
 HEADS = 3
-RIGHT_HALF_PLANE = -math.log(8)
 
 
 def random_inputs(heads=HEADS, value_heads=HEADS, scale=2.0, seed=0, tokens=40):
@@ -109,34 +108,48 @@ def test_settings_out_of_range_are_refused_by_name(fields, message):
 # ------------------------------------------------------------------------------------------------ stability (section 4)
 
 
-def step_matrix(alpha, mu, beta, eta, key):
+def step_matrix(alpha, mu, beta, eta, key, direct=0):
     """What one step does to (S, M) as a matrix on [S; M], built from the recurrence itself with values zero."""
     size = key.shape[0]
     identity = torch.eye(size, dtype=key.dtype)
-    momentum_from_state = eta * alpha * torch.outer(key, key)  # M' = mu M + eta k (alpha k)^T S
-    top = torch.cat([alpha * identity - beta * momentum_from_state, -beta * mu * identity], dim=1)
+    error_from_state = -alpha * torch.outer(key, key)  # k r^T with r = -(alpha k)^T S
+    momentum_from_state = -eta * error_from_state  # M' = mu M - eta k r^T
+    top_left = alpha * identity - beta * momentum_from_state + direct * error_from_state
+    top = torch.cat([top_left, -beta * mu * identity], dim=1)
     return torch.cat([top, torch.cat([momentum_from_state, mu * identity], dim=1)])
 
 
-def layer_gates(seed: int, min_log_mu: float | None):
+def layer_gates(seed: int, min_log_mu: float | None, momentum: str):
     torch.manual_seed(seed)
-    layer = MomentumDeltaNet(hidden_size=16, head_dim=4, num_heads=4, min_log_mu=min_log_mu).double()
+    layer = MomentumDeltaNet(hidden_size=16, head_dim=4, num_heads=4, min_log_mu=min_log_mu, momentum=momentum).double()
     with torch.no_grad():
         return layer.gates(3 * torch.randn(1, 6, 16, dtype=torch.float64))
 
 
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10**6), clamp=st.sampled_from([-1.0, -2.0, RIGHT_HALF_PLANE, None]))
-def test_all_eigenvalues_of_a_step_lie_in_the_unit_disc_and_in_the_right_half_plane_above_the_clamp(seed, clamp):
-    gates = layer_gates(seed, clamp)
+# The least log mu that keeps the trace of a step positive: 1/8, and (sqrt(2) - 1) / 2 for Nesterov's step.
+LEAST_LOG_MU = {"heavy_ball": -math.log(8), "quasi_hyperbolic": -math.log(8), "nesterov": math.log((2**0.5 - 1) / 2)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    clamp=st.sampled_from([-1.0, -2.0, -math.log(8), None]),
+    momentum=st.sampled_from(sorted(LEAST_LOG_MU)),
+)
+def test_all_eigenvalues_of_a_step_lie_in_the_unit_disc_and_in_the_right_half_plane_above_the_clamp(
+    seed, clamp, momentum
+):
+    gates = layer_gates(seed, clamp, momentum)
     key = torch.nn.functional.normalize(
         torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), dim=0
     )
-    log_alpha, log_mu, beta, eta = (gate.reshape(-1) for gate in gates)
+    direct = torch.zeros_like(gates.beta) if gates.direct is None else gates.direct
+    log_alpha, log_mu, beta, eta, direct = (gate.reshape(-1) for gate in (*gates[:4], direct))
     for i in range(log_alpha.numel()):
-        eigenvalues = torch.linalg.eigvals(step_matrix(log_alpha[i].exp(), log_mu[i].exp(), beta[i], eta[i], key))
+        step = step_matrix(log_alpha[i].exp(), log_mu[i].exp(), beta[i], eta[i], key, direct[i])
+        eigenvalues = torch.linalg.eigvals(step)
         assert eigenvalues.abs().max() <= 1 + 1e-9
-        if log_mu[i] >= RIGHT_HALF_PLANE:
+        if log_mu[i] >= LEAST_LOG_MU[momentum] and direct[i] <= 1:
             assert eigenvalues.real.min() >= -1e-9
 
 

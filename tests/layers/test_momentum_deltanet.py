@@ -23,6 +23,7 @@ ABLATIONS = {
     "beta unbounded": {"bound_beta": False},
     "both unbounded": {"bound_alpha": False, "bound_beta": False},
     "sigmoid eta": {"eta_activation": "sigmoid"},
+    "Gated DeltaNet with bounds": {"use_momentum": False, "eta_activation": "one"},
     "temperature": {"tau_factor": 2},
     "no gate": {"use_gate": False},
     "low-rank gate": {"use_lora_gate": True, "lora_gate_rank": 3},
@@ -32,6 +33,8 @@ ABLATIONS = {
     "grouped value heads": {"num_v_heads": 6},
     "probe at the undecayed state": {"use_p_times_alpha": False},
     "recurrent mode": {"mode": "fused_recurrent"},
+    "quasi-hyperbolic momentum": {"momentum": "quasi_hyperbolic", "num_v_heads": 4},
+    "Nesterov's momentum": {"momentum": "nesterov"},
 }
 
 
@@ -71,8 +74,10 @@ def transcribed(layer: MomentumDeltaNet, x: torch.Tensor, **fields) -> torch.Ten
         g = h // group
         S = M = torch.zeros(q.shape[-1], v.shape[-1], dtype=x.dtype)
         for t in range(len(x)):
-            e = x[t] @ layer.e_proj.weight[h] / math.sqrt(x.shape[-1] / get("tau_factor"))
-            eta = 2 * sigmoid(e) if get("eta_activation") == "sigmoid" else 1 + torch.tanh(e)
+            eta = torch.tensor(1.0, dtype=x.dtype)
+            if get("eta_activation") != "one":
+                e = x[t] @ layer.e_proj.weight[h] / math.sqrt(x.shape[-1] / get("tau_factor"))
+                eta = 2 * sigmoid(e) if get("eta_activation") == "sigmoid" else 1 + torch.tanh(e)
             alpha = torch.exp(-layer.A_log[g].exp() * softplus(x[t] @ layer.a_proj.weight[h] + layer.dt_bias[h]))
             beta = sigmoid(x[t] @ layer.b_proj.weight[h])
             if layer.log_factor is not None:
@@ -87,8 +92,15 @@ def transcribed(layer: MomentumDeltaNet, x: torch.Tensor, **fields) -> torch.Ten
             query = query / (query.square().sum() + 1e-6).sqrt()
             key = k[t, g] / (k[t, g].square().sum() + 1e-6).sqrt()
             probe = alpha * key if get("use_p_times_alpha", True) else key
-            M = mu * M - eta * torch.outer(key, v[t, h] - S.T @ probe)
-            S = alpha * S - beta * M
+            write = torch.outer(key, v[t, h] - S.T @ probe)
+            M = mu * M - eta * write
+            step = M
+            if get("momentum") == "quasi_hyperbolic":  # between momentum and plain gradient
+                nu = sigmoid(x[t] @ layer.n_proj.weight[h] + layer.nu_bias[h])
+                step = nu * M - (1 - nu) * eta * write
+            if get("momentum") == "nesterov":  # the momentum after one more step of decay, and the gradient
+                step = mu * M - eta * write
+            S = alpha * S - beta * step
             outputs[t, h] = S.T @ query / math.sqrt(len(key))
     normed = outputs / (outputs.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.o_norm.weight
     if get("use_gate", True):
@@ -119,7 +131,11 @@ def cached(layer: MomentumDeltaNet) -> DynamicCache:
 
 
 @pytest.mark.parametrize(
-    "name", ["the paper's layer", "no convolution", "grouped value heads", "no momentum", "recurrent mode"]
+    "name",
+    [
+        *("the paper's layer", "no convolution", "grouped value heads", "no momentum", "recurrent mode"),
+        *("quasi-hyperbolic momentum", "Nesterov's momentum"),
+    ],
 )
 def test_pieces_and_single_tokens_with_a_cache_equal_the_whole(name):
     layer = make(**ABLATIONS[name])
@@ -189,6 +205,16 @@ def test_state_dict_names_and_shapes_are_those_of_the_authors_checkpoints():
     assert {name: tuple(x.shape) for name, x in layer.state_dict().items()} == expected
 
 
+def test_only_quasi_hyperbolic_momentum_adds_weights_and_it_begins_half_way():
+    kinds = {kind: MomentumDeltaNet(**SIZES, momentum=kind) for kind in ("heavy_ball", "quasi_hyperbolic", "nesterov")}
+    names = {kind: set(layer.state_dict()) for kind, layer in kinds.items()}
+    assert names["quasi_hyperbolic"] - names["heavy_ball"] == {"n_proj.weight", "nu_bias"}
+    assert names["nesterov"] == names["heavy_ball"] < names["quasi_hyperbolic"]
+    halfway = kinds["quasi_hyperbolic"]
+    gates = halfway.gates(torch.zeros(1, 1, SIZES["hidden_size"]))
+    torch.testing.assert_close(gates.direct, gates.beta * gates.eta)
+
+
 @pytest.mark.slow  # importing FLA takes long
 @pytest.mark.parametrize("fields", [{}, {"num_v_heads": 4}, {"use_output_correction": False}])
 def test_a_state_dict_of_flas_layer_loads(fields):
@@ -207,8 +233,9 @@ def test_the_gates_can_be_watched_by_a_hook_and_asked_for_directly():
     handle.remove()
     layer(x)
     assert len(seen) == 1
-    for watched, asked in zip(seen[0], layer.gates(x)):
+    for watched, asked in zip(seen[0][:4], layer.gates(x)[:4]):
         torch.testing.assert_close(watched, asked)
+    assert seen[0].direct is None
 
 
 @pytest.mark.parametrize(
@@ -221,11 +248,45 @@ def test_the_gates_can_be_watched_by_a_hook_and_asked_for_directly():
         ({"momentum_block_size": 0}, "momentum_block_size"),
         ({"gate_activation": "tanh"}, "gate's activation"),
         ({"eta_activation": "gelu"}, "eta_activation"),
+        ({"momentum": "adam"}, "momentum must be one of heavy_ball, quasi_hyperbolic, nesterov"),
+        ({"momentum": "nesterov", "use_momentum": False}, "momentum must be 'heavy_ball' where use_momentum is false"),
+        ({"mu_init": 0}, "mu_init must be a positive number or a pair"),
+        ({"mu_init": [0.1]}, "mu_init"),
+        ({"mu_init": True}, "mu_init"),
+        ({"log_factor_init": (2.0, 0.05)}, "log_factor_init"),
+        ({"log_factor_init": "wide"}, "log_factor_init"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(fields, message):
     with pytest.raises(ValueError, match=message):
         MomentumDeltaNet(**{**SIZES, **fields})
+
+
+def initial_gates(**fields):
+    """s and -log mu of every head of a fresh layer, where all projections are zero."""
+    torch.manual_seed(0)
+    layer = MomentumDeltaNet(hidden_size=8, head_dim=2, num_heads=400, num_v_heads=800, min_log_mu=None, **fields)
+    with torch.no_grad():
+        return layer.log_factor.exp(), -layer.gates(torch.zeros(1, 1, 8)).log_mu.flatten()
+
+
+def test_initial_decays_of_the_momentum_are_those_of_the_weight_times_mu_init():
+    _, released = initial_gates()
+    assert released.max() <= 16 * 0.1
+    torch.testing.assert_close(initial_gates(mu_init=10)[1], 10 * released, rtol=1e-4, atol=0)
+    _, drawn = initial_gates(mu_init=[1e-3, 1.5])
+    assert 1e-3 * 0.99 <= drawn.min() < 2e-3
+    assert 1.0 < drawn.max() <= 1.5 * 1.01
+    assert drawn.log().mean() == pytest.approx(math.log(1e-3 * 1.5) / 2, abs=0.3)  # evenly over the logs
+
+
+def test_initial_factors_are_uniform_up_to_a_number_or_log_uniform_in_a_range():
+    for fields, mean in (({}, 2.0), ({"log_factor_init": 1}, 0.5)):
+        assert initial_gates(**fields)[0].mean() == pytest.approx(mean, rel=0.1)
+    drawn, _ = initial_gates(log_factor_init=[0.05, 2.0])
+    assert 0.05 <= drawn.min() < 0.06
+    assert 1.8 < drawn.max() <= 2.0
+    assert drawn.log().mean() == pytest.approx(math.log(0.1) / 2, abs=0.2)
 
 
 def test_a_cache_without_recurrent_layers_is_refused_with_the_way_to_make_one():
@@ -239,4 +300,5 @@ def test_a_cache_without_recurrent_layers_is_refused_with_the_way_to_make_one():
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
 def test_gate_parameters_named_as_not_decayed_exist_in_the_layer(mixer):
     layer = MIXERS[mixer].from_config(small_config(mixer), 0)
-    assert set(layer.no_weight_decay) <= {name for name, _ in layer.named_parameters(recurse=False)}
+    parameters = {name for name, _ in layer.named_parameters(recurse=False)}
+    assert set(layer.no_weight_decay) - {"nu_bias"} <= parameters  # nu_bias: quasi-hyperbolic momentum only

@@ -85,9 +85,9 @@ def test_the_step_compiles_and_updates_its_state(backend: str) -> None:
 
 
 def test_the_registered_ops_pass_torchs_own_checks() -> None:
-    inputs = leaves(make_inputs(B=1, T=9, with_p=True))
-    names = ("q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta", "initial_state")
-    settings = (None, 0.25, 4, True, True, True, True, "torch")
+    inputs = leaves(make_inputs("lookahead", B=1, T=9, with_p=True))
+    names = ("q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta", "direct", "initial_state")
+    settings = (None, 0.25, 4, True, False, True, True, True, "torch")
     arguments = (*(inputs[name] for name in names), *settings)
     results = torch.library.opcheck(torch.ops.mdn.momentum_delta_rule.default, arguments)
     assert set(results.values()) == {"SUCCESS"}

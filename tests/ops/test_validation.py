@@ -22,7 +22,7 @@ FORMS = (
     recurrent_momentum_delta_rule,
     blockwise_momentum_delta_rule,
 )
-GATES = ("log_alpha", "log_mu", "beta", "eta")
+GATES = ("log_alpha", "log_mu", "beta", "eta", "direct")
 
 
 def message_of(function, **arguments) -> str:
@@ -33,11 +33,11 @@ def message_of(function, **arguments) -> str:
 
 def bad(changes: dict, form=chunk_momentum_delta_rule, B: int = 2) -> str:
     """The message for inputs [B, 4, 2, 16], values [B, 4, 2, 24] with some arguments replaced."""
-    return message_of(form, **(make_inputs(B=B, T=4) | changes))
+    return message_of(form, **(make_inputs("general", B=B, T=4) | changes))
 
 
 def spoiled(name: str, value: float) -> dict:
-    gate = make_inputs(T=4)[name]
+    gate = make_inputs("general", T=4)[name]
     gate[1, 2, 0] = value
     return {name: gate}
 
@@ -82,7 +82,7 @@ def test_shapes(form, changes: dict, expected: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["q", "k", "v", *GATES])
 def test_dtypes(form, name: str) -> None:
-    integers = make_inputs(T=4)[name].int()
+    integers = make_inputs("general", T=4)[name].int()
     expected = f"{name} must be float64, float32, bfloat16 or float16, got torch.int32"
     assert bad({name: integers}, form) == expected
 
@@ -95,7 +95,7 @@ def test_vectors_share_the_dtype_of_q(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["k", "v", *GATES, "initial_state"])
 def test_devices(name: str) -> None:
-    elsewhere = make_inputs(T=4)[name].to("meta")
+    elsewhere = make_inputs("general", T=4)[name].to("meta")
     assert bad({name: elsewhere}) == f"{name} must be on the device of q, cpu, got meta"
 
 
@@ -124,7 +124,7 @@ def test_logs_above_zero_and_nan(form, name: str, value: float, shown: str) -> N
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["beta", "eta"])
+@pytest.mark.parametrize("name", ["beta", "eta", "direct"])
 @pytest.mark.parametrize(
     ("value", "shown"), [(-0.5, "-0.5"), (float("inf"), "inf"), (float("nan"), "NaN in 1 of 16 places")]
 )
@@ -177,12 +177,18 @@ def test_scale(form, scale) -> None:
     assert re.search(rf"scale must be .*, got {re.escape(repr(scale))}", bad({"scale": scale}, form))
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form is not blockwise_momentum_delta_rule])
+def test_looking_ahead_reads_the_decayed_state(form) -> None:
+    expected = "lookahead needs use_p_times_alpha=True: the error is taken at the decayed state, got False"
+    assert bad({"lookahead": True, "use_p_times_alpha": False}, form) == expected
+
+
 # ------------------------------------------------------------------------------------------------------- decode step
 
 
 def token(**changes) -> Tensors:
     """One token for a batch of two, state of two slots."""
-    inputs = make_inputs(T=1)
+    inputs = make_inputs("general", T=1)
     arguments = {name: x[:, 0] for name, x in inputs.items() if name != "initial_state"}
     return {"p": None} | arguments | {"state": inputs["initial_state"]} | changes
 

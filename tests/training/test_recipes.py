@@ -14,7 +14,7 @@ from mdn.training.plan import plan_batch
 from mdn.training.recipe import field_table, find_recipe, load_recipe, packaged_recipes, to_yaml, validate
 
 MODELS = ("mdn", "gdn", "comba", "kda", "mamba2", "transformer")
-ABLATIONS = {
+ABLATIONS: dict[str, tuple[str, object]] = {
     "without_output_correction": ("use_output_correction", False),
     "without_momentum": ("use_momentum", False),
     "without_clamp": ("min_log_mu", None),
@@ -25,6 +25,15 @@ ABLATIONS = {
     "min_log_mu_-1.5": ("min_log_mu", -1.5),
     "min_log_mu_-1.357": ("min_log_mu", -1.357),
     "min_log_mu_-1": ("min_log_mu", -1.0),
+}
+# Recipes of the 400M model that differ from it in more than one field, or in one that the paper does not have.
+OTHERS = {
+    "paper/ablations/gdn_with_bounds": {"use_momentum": False, "eta_activation": "one"},
+    "momentum/quasi_hyperbolic": {"momentum": "quasi_hyperbolic"},
+    "momentum/nesterov": {"momentum": "nesterov"},
+    "momentum/fast_mu": {"mu_init": 10},
+    "momentum/wide_mu": {"mu_init": [0.001, 1.5]},
+    "momentum/quasi_hyperbolic_fast_mu": {"momentum": "quasi_hyperbolic", "mu_init": 10},
 }
 
 
@@ -131,6 +140,12 @@ def test_an_ablation_differs_from_the_full_model_in_its_one_field(name: str) -> 
     ablated = model_config(load_recipe(f"paper/ablations/{name}"), 50257, 50256).to_dict()
     assert ablated[field] == value
     assert {key for key in full if full[key] != ablated[key]} <= {field}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_recipes_of_other_rules_differ_from_the_full_model_in_their_fields(name: str) -> None:
+    full, other = (model_config(load_recipe(x), 50257, 50256).to_dict() for x in ("paper/mdn_400M", name))
+    assert {key: other[key] for key in full if full[key] != other[key]} == OTHERS[name]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,9 @@ ROWS: dict[str, AblationRow] = {
         "components", "trains; Wiki. 31.72, Lamb. 42.31", {"use_output_correction": False}
     ),
     "mu = 0": AblationRow("components", "NaN at step 1 (its kernels divide by mu)", {"use_momentum": False}),
+    "GDN with bounds": AblationRow(
+        "components", "trains; Wiki. 32.11, Lamb. 47.01", {"use_momentum": False, "eta_activation": "one"}
+    ),
     "no clamp of log mu": AblationRow("components", "NaN at step 70", {"min_log_mu": None}),
     "alpha_max = 1": AblationRow("components", "NaN at step 1", {"bound_alpha": False}),
     "beta_max = 1": AblationRow("components", "trains; Wiki. 31.52, Lamb. 42.72", {"bound_beta": False}),

@@ -47,11 +47,49 @@ def log_of_uniform(high: float, low: float = 0.0) -> Initialiser:
     return initialiser
 
 
+def log_uniform(parameter: Tensor, low: float, high: float) -> Tensor:
+    """Log-uniform in [low, high]."""
+    log_low, log_high = math.log(low), math.log(high)
+    return (torch.rand_like(parameter) * (log_high - log_low) + log_low).exp()
+
+
+def inverse_softplus(x: Tensor) -> Tensor:
+    return x + torch.log(-torch.expm1(-x))
+
+
 def inverse_softplus_time_step(parameter: Tensor, module: Any, config: Any) -> Tensor:
     """b with softplus(b) = dt, dt log-uniform in [1e-3, 1e-1] (the time step of Mamba2 and Gated DeltaNet)."""
-    low, high = math.log(1e-3), math.log(1e-1)
-    dt = (torch.rand_like(parameter) * (high - low) + low).exp()
-    return dt + torch.log(-torch.expm1(-dt))
+    return inverse_softplus(log_uniform(parameter, 1e-3, 1e-1))
+
+
+def momentum_time_step(parameter: Tensor, module: Any, config: Any) -> Tensor:
+    """``mu_init`` of the MDN layer: b with softplus(b) = c dt for a number c, and with exp(Mu_log) softplus(b), the
+    decay rate of the momentum, log-uniform for a pair. c = 1 copies dt_bias, as the released code does."""
+    dt_bias: Tensor = module.dt_bias.detach()
+    if module.mu_init == 1:
+        return dt_bias.clone()
+    if isinstance(module.mu_init, tuple):
+        per_value_head = module.Mu_log.exp().repeat_interleave(parameter.shape[0] // module.Mu_log.shape[0])
+        return inverse_softplus(log_uniform(parameter, *module.mu_init) / per_value_head)
+    return inverse_softplus(module.mu_init * nn.functional.softplus(dt_bias))
+
+
+def log_of_initial_factor(parameter: Tensor, module: Any, config: Any) -> Tensor:
+    """``log_factor_init`` of the MDN layer: log of U(0, c) for a number c (4 in the released code), log of a
+    log-uniform number for a pair."""
+    if isinstance(module.log_factor_init, tuple):
+        return log_uniform(parameter, *module.log_factor_init).log()
+    return log_of_uniform(module.log_factor_init)(parameter, module, config)
+
+
+def checked_initial_range(name: str, value: Any) -> float | tuple[float, ...]:
+    """A positive number, or a pair of rising ones as a tuple (JSON and YAML give a list)."""
+    is_pair = isinstance(value, list | tuple)
+    numbers = tuple(value) if is_pair else (value,)
+    positive = all(type(x) in (int, float) and 0 < x < math.inf for x in numbers)
+    if not positive or (is_pair and not (len(numbers) == 2 and numbers[0] < numbers[1])):
+        raise ValueError(f"{name} must be a positive number or a pair [low, high] with 0 < low < high, got {value!r}")
+    return numbers if is_pair else numbers[0]
 
 
 def correction_factor(parameter: Tensor, module: Any, config: Any) -> Tensor:
@@ -63,16 +101,6 @@ def scaled_by_depth(parameter: Tensor, module: Any, config: Any) -> Tensor:
     """Uniform with standard deviation 1 / sqrt(3 fan_in layers): the residual sum does not grow with the depth."""
     bound = 1 / math.sqrt(parameter.shape[1] * getattr(config, "num_hidden_layers", 1))
     return torch.empty_like(parameter).uniform_(-bound, bound)
-
-
-def same_as(name: str) -> Initialiser:
-    """The value of another parameter of the same module, which is initialised first."""
-
-    def initialiser(parameter: Tensor, module: Any, config: Any) -> Tensor:
-        other: Tensor = getattr(module, name)
-        return other.detach().clone()
-
-    return initialiser
 
 
 # ------------------------------------------------------------------------------------------------------------- RWKV-7
@@ -156,11 +184,11 @@ INITIALISERS: dict[str, Initialiser] = {
     "ones": ones,
     "zeros": zeros,
     "log U(0, 1)": log_of_uniform(1.0),
-    "log U(0, 4)": log_of_uniform(4.0),
     "log U(0, 16)": log_of_uniform(16.0),
     "log U(1, 16)": log_of_uniform(16.0, 1.0),
     "inverse softplus of dt": inverse_softplus_time_step,
-    "same as dt_bias": same_as("dt_bias"),
+    "mu_init": momentum_time_step,
+    "log_factor_init": log_of_initial_factor,
     "correction factor": correction_factor,
     "scaled by depth": scaled_by_depth,
     "RWKV-7 orthogonal": orthogonal,
@@ -181,8 +209,9 @@ TABLE: list[tuple[type | str, str, str]] = [
     ("MomentumDeltaNet", "A_log", "log U(0, 16)"),
     ("MomentumDeltaNet", "Mu_log", "log U(0, 16)"),
     ("MomentumDeltaNet", "dt_bias", "inverse softplus of dt"),
-    ("MomentumDeltaNet", "mu_bias", "same as dt_bias"),
-    ("MomentumDeltaNet", "log_factor", "log U(0, 4)"),
+    ("MomentumDeltaNet", "mu_bias", "mu_init"),
+    ("MomentumDeltaNet", "nu_bias", "zeros"),
+    ("MomentumDeltaNet", "log_factor", "log_factor_init"),
     ("MomentumDeltaNet", "D_log", "log U(0, 1)"),
     ("GatedDeltaNet", "A_log", "log U(0, 16)"),
     ("GatedDeltaNet", "dt_bias", "inverse softplus of dt"),
@@ -238,7 +267,7 @@ def initialise(module: nn.Module, config: Any = None, keep: Callable[[Tensor], b
     """
     owned = dict(module.named_parameters(recurse=False))
     names = {name: initialiser_name(module, name) for name in owned}
-    # parameters that copy another one come after it
-    for name in sorted(owned, key=lambda name: names[name].startswith("same as")):
+    # what follows from other parameters comes after them
+    for name in sorted(owned, key=lambda name: names[name] == "mu_init"):
         if not keep(owned[name]):
             owned[name].copy_(INITIALISERS[names[name]](owned[name], module, config))

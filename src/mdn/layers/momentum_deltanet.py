@@ -15,12 +15,20 @@ per-head parameters:
     log mu    = max(min_log_mu, - exp(Mu_log) * softplus(m + mu_bias))
     beta      = beta_max * sigmoid(b)
 
-Parameter names are those of the authors' code and of FLA's layer, so that weights load without conversion.
+That is ``momentum="heavy_ball"``, the paper's. Two other kinds write a part of beta into the weight directly, with the
+gate ``direct`` of the rule, S_t = alpha S - beta M + direct k r^T:
+
+    quasi_hyperbolic   beta = nu beta,  direct = (1 - nu) beta eta     with nu = sigmoid(W_n x + nu_bias)
+    nesterov           beta = mu beta,  direct = beta eta
+
+Parameter names are those of the authors' code and of FLA's layer, so that weights load without conversion;
+``n_proj`` and ``nu_bias`` are ours.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -30,6 +38,7 @@ from torch import Tensor, nn
 
 from mdn import ops
 from mdn.layers.cache_access import LayerState
+from mdn.layers.init import checked_initial_range
 from mdn.layers.mixer import ProjectedMixer, StateShape, value_head_dim
 from mdn.layers.norms import GatedRMSNorm, RMSNorm
 from mdn.layers.token_layout import TokenLayout
@@ -42,17 +51,19 @@ if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan
 
 MODES = ("chunk", "fused_recurrent")
+KINDS_OF_MOMENTUM = ("heavy_ball", "quasi_hyperbolic", "nesterov")
 
 # --------------------------------------------------------------------------------------------------------------- gates
 
 
 class Gates(NamedTuple):
-    """The four gates of every token and value head, ``[..., HV]``."""
+    """The gates of every token and value head, ``[..., HV]``; ``direct`` is None with heavy-ball momentum."""
 
     log_alpha: Tensor
     log_mu: Tensor
     beta: Tensor
     eta: Tensor
+    direct: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,9 +79,11 @@ class GateSettings:
     bound_beta: bool = True
     """False: beta_max = 1"""
     eta_activation: str = "tanh"
-    """"tanh": 1 + tanh(x); "sigmoid": 2 sigmoid(x)"""
+    """"tanh": 1 + tanh(x); "sigmoid": 2 sigmoid(x); "one": 1, without a projection"""
     allow_neg_eigval: bool = False
     """doubles beta (an extra of FLA's layer, outside the paper's stability argument)"""
+    momentum: str = "heavy_ball"
+    """one of ``KINDS_OF_MOMENTUM``"""
 
     @property
     def for_kernel(self) -> dict[str, float]:
@@ -85,8 +98,10 @@ class GateSettings:
         }
 
     def __post_init__(self) -> None:
-        if self.eta_activation not in ("tanh", "sigmoid"):
-            raise ValueError(f"eta_activation must be 'tanh' or 'sigmoid', got {self.eta_activation!r}")
+        if self.momentum not in KINDS_OF_MOMENTUM:
+            raise ValueError(f"momentum must be one of {', '.join(KINDS_OF_MOMENTUM)}, got {self.momentum!r}")
+        if self.eta_activation not in ("tanh", "sigmoid", "one"):
+            raise ValueError(f"eta_activation must be 'tanh', 'sigmoid' or 'one', got {self.eta_activation!r}")
         if self.min_log_mu is not None and not self.min_log_mu <= 0:
             raise ValueError(f"min_log_mu must be None or a number <= 0, got {self.min_log_mu}")
         if not self.tau > 0:
@@ -110,16 +125,19 @@ class StabilityGates(nn.Module):
         a: Tensor,
         b: Tensor,
         m: Tensor | None,
-        e: Tensor,
+        e: Tensor | None,
         A_log: Tensor,
         dt_bias: Tensor,
         Mu_log: Tensor | None,
         mu_bias: Tensor | None,
         log_factor: Tensor | None,
+        n: Tensor | None = None,
+        nu_bias: Tensor | None = None,
     ) -> Gates:
-        """Per-head parameters are ``[H]`` (A_log, Mu_log, log_factor) or ``[HV]`` (dt_bias, mu_bias).
+        """Per-head parameters are ``[H]`` (A_log, Mu_log, log_factor) or ``[HV]`` (dt_bias, mu_bias, nu_bias).
 
-        Without m (the ablation use_momentum=False) mu is exactly 0: log mu = -inf.
+        Without m (the ablation use_momentum=False) mu is exactly 0: log mu = -inf. Without e eta is 1. n and nu_bias
+        are those of quasi-hyperbolic momentum.
         """
         settings = self.settings
         tensors = GateTensors(a, b, m, e, A_log, dt_bias, Mu_log, mu_bias, log_factor)
@@ -127,12 +145,13 @@ class StabilityGates(nn.Module):
         if a.dim() == 2 and is_native(*tensors) and not any_requires_gradient(tensors):
             return Gates(*native_gates(tensors, self._for_kernel))
         dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
-        a, b, e, dt_bias = a.to(dtype), b.to(dtype), e.to(dtype), dt_bias.to(dtype)
-        eta = (
-            1 + torch.tanh(e / settings.tau)
-            if settings.eta_activation == "tanh"
-            else 2 * torch.sigmoid(e / settings.tau)
-        )
+        a, b, dt_bias = a.to(dtype), b.to(dtype), dt_bias.to(dtype)
+        if e is None:
+            eta = torch.ones_like(a)
+        elif settings.eta_activation == "tanh":
+            eta = 1 + torch.tanh(e.to(dtype) / settings.tau)
+        else:
+            eta = 2 * torch.sigmoid(e.to(dtype) / settings.tau)
         log_alpha = -_per_value_head(A_log, a) * F.softplus(a + dt_bias)
         beta = torch.sigmoid(b)
         if log_factor is not None:
@@ -150,7 +169,12 @@ class StabilityGates(nn.Module):
         log_mu = -_per_value_head(Mu_log, a) * F.softplus(m.to(dtype) + mu_bias.to(dtype))
         if settings.min_log_mu is not None:
             log_mu = log_mu.clamp_min(settings.min_log_mu)
-        return Gates(log_alpha, log_mu, beta, eta)
+        if settings.momentum == "heavy_ball":
+            return Gates(log_alpha, log_mu, beta, eta)
+        if n is None or nu_bias is None:  # Nesterov's step
+            return Gates(log_alpha, log_mu, log_mu.exp() * beta, eta, beta * eta)
+        through_momentum = torch.sigmoid(n.to(dtype) + nu_bias.to(dtype)) * beta
+        return Gates(log_alpha, log_mu, through_momentum, eta, (beta - through_momentum) * eta)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in vars(self.settings).items())
@@ -250,11 +274,17 @@ class MomentumDeltaNet(ProjectedMixer):
         use_short_conv, conv_size, conv_bias: the convolutions; without them q, k, v still pass through SiLU.
         use_output_correction, use_momentum, min_log_mu, tau_factor, bound_alpha, bound_beta, eta_activation,
         use_p_times_alpha, allow_neg_eigval: the paper's and the released code's ablations; tau = sqrt(D / tau_factor).
+        momentum: "heavy_ball" (the paper's), "quasi_hyperbolic" or "nesterov".
+        mu_init: how fast the momentum decays in the beginning. A number c multiplies the released code's rates, a pair
+            (low, high) draws -log mu of every head log-uniformly between them (at a projection of zero).
+        log_factor_init: the initial s. A number c draws U(0, c), a pair (low, high) log-uniformly between them.
         momentum_block_size: 1 is MDN; B > 1 takes the error at the first state of every block of B tokens.
         backend: which implementation of the rule (see ``mdn.ops``).
     """
 
-    no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "Mu_log", "mu_bias", "log_factor", "D_log")
+    no_weight_decay: ClassVar[tuple[str, ...]] = (
+        *("A_log", "dt_bias", "Mu_log", "mu_bias", "nu_bias", "log_factor", "D_log"),
+    )
     config_names: ClassVar[dict[str, str]] = {"mode": "attn_mode"}
     # probing 2, momentum's decay and write 3, the weight's decay and step 3, reading 2
     flops_per_entry: ClassVar[int] = 10
@@ -283,6 +313,9 @@ class MomentumDeltaNet(ProjectedMixer):
         eta_activation: str = "tanh",
         use_p_times_alpha: bool = True,
         allow_neg_eigval: bool = False,
+        momentum: str = "heavy_ball",
+        mu_init: float | Sequence[float] = 1.0,
+        log_factor_init: float | Sequence[float] = 4.0,
         momentum_block_size: int = 1,
         norm_eps: float = 1e-6,
         backend: str = "auto",
@@ -309,7 +342,12 @@ class MomentumDeltaNet(ProjectedMixer):
             bound_beta=bound_beta,
             eta_activation=eta_activation,
             allow_neg_eigval=allow_neg_eigval,
+            momentum=momentum,
         )
+        if momentum != "heavy_ball" and not use_momentum:
+            raise ValueError(f"momentum must be 'heavy_ball' where use_momentum is false, got {momentum!r}")
+        self.mu_init = checked_initial_range("mu_init", mu_init)
+        self.log_factor_init = checked_initial_range("log_factor_init", log_factor_init)
         self.gate_map = StabilityGates(settings)
         self.rule = MomentumRule(mode, momentum_block_size, use_p_times_alpha, backend)
         self._add_gate_parameters(use_momentum, bound_alpha or bound_beta, use_output_correction)
@@ -326,12 +364,16 @@ class MomentumDeltaNet(ProjectedMixer):
         """What an ablation does not use is not created: no parameter without a gradient."""
         self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        self.e_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
+        gated = self.gate_map.settings.eta_activation != "one"
+        self.e_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False) if gated else None
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
         self.m_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False) if use_momentum else None
         self.Mu_log = nn.Parameter(torch.empty(self.num_heads)) if use_momentum else None
         self.mu_bias = nn.Parameter(torch.empty(self.num_v_heads)) if use_momentum else None
+        mixes = self.gate_map.settings.momentum == "quasi_hyperbolic"
+        self.n_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False) if mixes else None
+        self.nu_bias = nn.Parameter(torch.empty(self.num_v_heads)) if mixes else None
         self.log_factor = nn.Parameter(torch.empty(self.num_heads)) if bounded else None
         self.D_log = nn.Parameter(torch.empty(self.num_heads)) if use_output_correction else None
 
@@ -352,17 +394,19 @@ class MomentumDeltaNet(ProjectedMixer):
     # ---------------------------------------------------------------- computing
 
     def gates(self, hidden_states: Tensor) -> Gates:
-        """log_alpha, log_mu, beta, eta of every token and value head, ``[B, T, HV]``."""
+        """The gates of every token and value head, ``[B, T, HV]``."""
         gates: Gates = self.gate_map(
             a=self.a_proj(hidden_states),
             b=self.b_proj(hidden_states),
             m=None if self.m_proj is None else self.m_proj(hidden_states),
-            e=self.e_proj(hidden_states),
+            e=None if self.e_proj is None else self.e_proj(hidden_states),
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             Mu_log=self.Mu_log,
             mu_bias=self.mu_bias,
             log_factor=self.log_factor,
+            n=None if self.n_proj is None else self.n_proj(hidden_states),
+            nu_bias=self.nu_bias,
         )
         return gates
 
@@ -397,3 +441,8 @@ class MomentumDeltaNet(ProjectedMixer):
 
     def state_shapes(self) -> dict[str, StateShape]:
         return {"S": self.matrix_state(), "M": self.matrix_state(), **self.conv_state()}
+
+    def flops_per_token(self, context: int) -> int:
+        has_direct = self.gate_map.settings.momentum != "heavy_ball"
+        direct_write = 2 * self.num_v_heads * self.head_k_dim * self.head_v_dim if has_direct else 0
+        return super().flops_per_token(context) + direct_write

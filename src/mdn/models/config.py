@@ -15,6 +15,8 @@ from transformers import PreTrainedConfig
 
 from mdn.layers import MIXERS
 from mdn.layers.attention import ATTENTION_KEYS
+from mdn.layers.init import checked_initial_range
+from mdn.layers.momentum_deltanet import KINDS_OF_MOMENTUM
 from mdn.ops.cpu.linear import FORMATS
 
 DEFAULT_LOSS_CHUNK = 1024
@@ -130,6 +132,12 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
     eta_activation: str = "tanh"
     use_p_times_alpha: bool = True
     allow_neg_eigval: bool = False
+    momentum: str = "heavy_ball"
+    """"heavy_ball" (the paper's), "quasi_hyperbolic" or "nesterov\""""
+    mu_init: float | int | list | tuple = 1.0
+    """initial decay of the momentum: a factor on the released code's rates, or [low, high] for -log mu, log-uniform"""
+    log_factor_init: float | int | list | tuple = 4.0
+    """initial s: U(0, this), or [low, high], log-uniform"""
     momentum_block_size: int = 1
     """B > 1 trains blockwise momentum (the causality analysis); decoding is always token by token"""
 
@@ -180,6 +188,8 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
             raise ValueError(f"initializer_range must be a number >= 0, got {self.initializer_range!r}")
         if self.min_log_mu is not None and not (_is_number(self.min_log_mu) and self.min_log_mu <= 0):
             raise ValueError(f"min_log_mu must be None or a number <= 0, got {self.min_log_mu!r}")
+        for name in ("mu_init", "log_factor_init"):
+            checked_initial_range(name, getattr(self, name))
         pad = self.pad_token_id
         if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int) or abs(pad) >= self.vocab_size):
             raise ValueError(f"pad_token_id must be None or a token below vocab_size={self.vocab_size}, got {pad!r}")
@@ -190,6 +200,8 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
         if self.mixer_options is not None and not isinstance(self.mixer_options, dict):
             raise ValueError(f"mixer_options must be a mapping of names to values, got {self.mixer_options!r}")
         MIXERS[self.mixer].checked_options(self.mixer_options)
+        if self.momentum not in KINDS_OF_MOMENTUM:
+            raise ValueError(f"momentum must be one of {', '.join(KINDS_OF_MOMENTUM)}, got {self.momentum!r}")
         if self.hidden_act not in ("swish", "silu"):
             raise ValueError(f"hidden_act must be 'swish' (or 'silu', the same), got {self.hidden_act!r}")
         if self.mlp not in ("swiglu", "rwkv7"):

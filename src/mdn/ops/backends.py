@@ -58,6 +58,12 @@ _NOT_FOR_FAMILY = {
 }
 
 
+_NO_FEATURE = {
+    ("triton", "direct"): "the Triton kernels have no direct write beside the momentum",
+    ("triton", "lookahead"): "the Triton kernels have no look-ahead",
+}
+"""(backend, feature): what a backend of the momentum rule cannot do of what the paper's rule does not have"""
+
 _ADDED: dict[str, dict[str, tuple[Any, Callable[[Tensor], str | None] | None]]] = {family: {} for family in _MODULES}
 """family -> backends that were registered from outside: (what has forward, backward and step_, why it cannot run)"""
 
@@ -123,28 +129,40 @@ def environment_backend() -> str:
     return os.environ.get("MDN_BACKEND") or "auto"
 
 
-def resolve(backend: str, tensor: Tensor, rule: str = "momentum", v: Tensor | None = None, decode: bool = False) -> str:
+def resolve(
+    backend: str,
+    tensor: Tensor,
+    rule: str = "momentum",
+    v: Tensor | None = None,
+    decode: bool = False,
+    features: tuple[str, ...] = (),
+) -> str:
     """The backend to run for tensors like q. Raises with the reason when the requested one cannot run.
 
-    ``v`` lets shapes be checked too; ``decode`` is for a single step.
+    ``v`` lets shapes be checked too; ``decode`` is for a single step; ``features`` are those of the momentum rule that
+    are in use: ``direct``, ``lookahead``.
     """
     name, request = requested_backend(backend)
     if name == "auto":
-        return automatic_choice(tensor, rule, v, decode)[0]
-    reason = why_not(name, tensor, rule, v, decode)
+        return automatic_choice(tensor, rule, v, decode, features)[0]
+    reason = why_not(name, tensor, rule, v, decode, features)
     if reason is not None:
         raise ValueError(f"{request} cannot be used here: {reason}")
     return name
 
 
 def automatic_choice(
-    tensor: Tensor, rule: str = "momentum", v: Tensor | None = None, decode: bool = False
+    tensor: Tensor,
+    rule: str = "momentum",
+    v: Tensor | None = None,
+    decode: bool = False,
+    features: tuple[str, ...] = (),
 ) -> tuple[str, str]:
     """What ``auto`` selects for tensors like this one, and why."""
     family = family_of(rule)
     obstacles = []
     for backend in _PREFERRED[family]:
-        reason = _why_not_by_default(backend, family, tensor) or why_not(backend, tensor, rule, v, decode)
+        reason = _why_not_by_default(backend, family, tensor) or why_not(backend, tensor, rule, v, decode, features)
         if reason is None:
             return backend, f"{tensor.dtype} on {tensor.device.type}, and {backend} can be used"
         if _DEVICES[backend] == tensor.device.type:
@@ -166,14 +184,24 @@ def _why_not_by_default(backend: str, family: str, tensor: Tensor) -> str | None
 
 
 def why_not(
-    backend: str, tensor: Tensor, rule: str = "momentum", v: Tensor | None = None, decode: bool = False
+    backend: str,
+    tensor: Tensor,
+    rule: str = "momentum",
+    v: Tensor | None = None,
+    decode: bool = False,
+    features: tuple[str, ...] = (),
 ) -> str | None:
     """The reason why ``backend`` cannot compute this rule for tensors like q (and v, if given), or None if it
     can."""
     family = family_of(rule)
     if backend in _ADDED[family]:
+        if features:
+            return f"it was registered for the rule of the paper, without {' and '.join(features)}"
         reason_of = _ADDED[family][backend][1]
         return None if reason_of is None else reason_of(tensor)
+    missing = [_NO_FEATURE[backend, feature] for feature in features if (backend, feature) in _NO_FEATURE]
+    if missing:
+        return missing[0]
     if backend not in _MODULES[family]:
         return _NOT_FOR_FAMILY.get((family, backend), f"it was not registered for {family} rules")
     if backend == "fla" and decode:

@@ -126,6 +126,8 @@ def _summary(gates: Any, clamp: float | None) -> dict[str, float]:
     """Means, and the share of values that are not finite (after exp for logs: a log of -inf is a legal zero)."""
     summary: dict[str, float] = {}
     for name, gate in gates._asdict().items():
+        if gate is None:
+            continue
         value = gate.detach().float()
         value = value.exp() if name.startswith("log_") else value
         summary[name.removeprefix("log_")] = float(value.mean())

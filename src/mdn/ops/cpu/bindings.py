@@ -30,12 +30,12 @@ class Problem(Structure):
 
     _fields_ = [
         *_fields(c_int64, "sequences key_heads value_heads slices key_dim value_dim chunk_size threads"),
-        *_fields(c_int64, "bfloat16 float32_key_gradient l2norm p_times_alpha has_momentum has_erase"),
+        *_fields(c_int64, "bfloat16 float32_key_gradient l2norm p_times_alpha lookahead has_momentum has_erase"),
         ("scale", c_double),
-        *_fields(c_void_p, "offsets q k p v log_alpha log_mu beta eta initial_S initial_M"),
+        *_fields(c_void_p, "offsets q k p v log_alpha log_mu beta eta direct initial_S initial_M"),
         *_fields(c_void_p, "o residual final_S final_M grad_o grad_final_S grad_final_M"),
         *_fields(c_void_p, "grad_q grad_k grad_p grad_v grad_log_alpha grad_log_mu grad_beta grad_eta"),
-        *_fields(c_void_p, "grad_initial_S grad_initial_M"),
+        *_fields(c_void_p, "grad_direct grad_initial_S grad_initial_M"),
     ]
 
 
@@ -44,9 +44,9 @@ class Step(Structure):
 
     _fields_ = [
         *_fields(c_int64, "batch slot_count key_heads value_heads key_dim value_dim threads"),
-        *_fields(c_int64, "bfloat16 l2norm p_times_alpha has_momentum has_erase"),
+        *_fields(c_int64, "bfloat16 l2norm p_times_alpha lookahead has_momentum has_erase"),
         ("scale", c_double),
-        *_fields(c_void_p, "slots q k p v log_alpha log_mu beta eta S M"),
+        *_fields(c_void_p, "slots q k p v log_alpha log_mu beta eta direct S M"),
         ("S_strides", c_int64 * 3),
         ("M_strides", c_int64 * 3),
         ("o", c_void_p),

@@ -19,12 +19,12 @@ from mdn.ops.momentum.interface import ACCURATE_CHUNK, ForwardResult, RuleOption
 
 SMALL = 2_000_000
 """multiply-adds below which waking other threads costs more than it saves"""
-GATES = ("log_alpha", "log_mu", "beta", "eta")
+GATES = ("log_alpha", "log_mu", "beta", "eta", "direct")
 
 
 class KernelTensors(NamedTuple):
     """``RuleTensors``, or their gradients, of either family of rules: without ``log_mu`` there is no momentum and the
-    initial state is ``[N, HV, K, V]``; other gates that are None are ones."""
+    initial state is ``[N, HV, K, V]``; ``direct`` None means zeros, other gates that are None are ones."""
 
     q: Tensor
     k: Tensor
@@ -34,6 +34,7 @@ class KernelTensors(NamedTuple):
     log_mu: Tensor | None
     beta: Tensor | None
     eta: Tensor | None
+    direct: Tensor | None
     initial_state: Tensor | None
 
 
@@ -114,7 +115,7 @@ def first_order_forward(
     erase: bool = True,
 ) -> ForwardResult:
     """The same without momentum; see the package's docstring."""
-    tensors = KernelTensors(q, k, v, p, log_alpha, None, beta, None, initial_state)
+    tensors = KernelTensors(q, k, v, p, log_alpha, None, beta, None, None, initial_state)
     return _forward(tensors, boundaries, options, save_residual, erase)
 
 
@@ -134,7 +135,7 @@ def first_order_backward(
     erase: bool = True,
 ) -> tuple[Tensor | None, ...]:
     """-> gradients of q, k, v, p, log_alpha, beta and initial_state; None where the input is None."""
-    tensors = KernelTensors(q, k, v, p, log_alpha, None, beta, None, initial_state)
+    tensors = KernelTensors(q, k, v, p, log_alpha, None, beta, None, None, initial_state)
     grad = _backward(grad_o, grad_final_state, tensors, residual, boundaries, options, erase)
     return grad.q, grad.k, grad.v, grad.p, grad.log_alpha, grad.beta, grad.initial_state
 
@@ -216,6 +217,7 @@ def _start(tensors: KernelTensors, boundaries: SequenceBoundaries | None, option
         bfloat16=dtype == torch.bfloat16,
         l2norm=options.l2norm,
         p_times_alpha=options.p_times_alpha,
+        lookahead=options.lookahead,
         has_momentum=tensors.log_mu is not None,
         has_erase=erase,
         scale=options.scale,

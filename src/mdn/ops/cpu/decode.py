@@ -31,6 +31,7 @@ class StepTensors(NamedTuple):
     log_mu: Tensor | None
     beta: Tensor | None
     eta: Tensor | None
+    direct: Tensor | None
     S: Tensor
     M: Tensor | None
     slots: Tensor | None
@@ -54,7 +55,7 @@ def first_order_step_(
     erase: bool = True,
 ) -> Tensor:
     """One token of a first-order rule; S changes in place."""
-    return _step(StepTensors(q, k, v, p, log_alpha, None, beta, None, S, None, state_indices), options, erase)
+    return _step(StepTensors(q, k, v, p, log_alpha, None, beta, None, None, S, None, state_indices), options, erase)
 
 
 def prepared_step(
@@ -66,7 +67,7 @@ def prepared_step(
     prepared = PreparedStep(given, options, erase=True)
     if any(x is not y for x, y in zip(prepared.converted(given), given)):
         return None
-    return lambda tensors, state: prepared.run((*tensors[:8], *state))
+    return lambda tensors, state: prepared.run((*tensors[:-1], *state))
 
 
 def prepared_first_order_step(
@@ -82,12 +83,12 @@ def prepared_first_order_step(
     erase: bool,
 ) -> Callable[..., Tensor] | None:
     """The same for ``first_order_step_``: a function of its eight tensors."""
-    given = StepTensors(q, k, v, p, log_alpha, None, beta, None, S, None, state_indices)
+    given = StepTensors(q, k, v, p, log_alpha, None, beta, None, None, S, None, state_indices)
     prepared = PreparedStep(given, options, erase)
     if any(x is not y for x, y in zip(prepared.converted(given), given)):
         return None
     return lambda q, k, v, p, log_alpha, beta, S, slots: prepared.run(
-        (q, k, v, p, log_alpha, None, beta, None, S, None, slots)
+        (q, k, v, p, log_alpha, None, beta, None, None, S, None, slots)
     )
 
 
@@ -123,6 +124,7 @@ class PreparedStep:
             bfloat16=self.dtype == torch.bfloat16,
             l2norm=options.l2norm,
             p_times_alpha=options.p_times_alpha,
+            lookahead=options.lookahead,
             has_momentum=M is not None,
             has_erase=erase,
             scale=options.scale,
@@ -136,7 +138,7 @@ class PreparedStep:
         """As the kernel reads them. What is not read is None."""
         gates = {
             name: optional_values(name, getattr(tensors, name), torch.float32, self.gate_shape)
-            for name in ("log_alpha", "log_mu", "beta", "eta")
+            for name in ("log_alpha", "log_mu", "beta", "eta", "direct")
         }
         return StepTensors(
             q=values("q", tensors.q, self.dtype, self.key_shape),

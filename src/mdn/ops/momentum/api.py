@@ -18,7 +18,7 @@ from mdn.ops.context_parallel import RangeOutput, TokenTensors, check_tokens, ov
 from mdn.ops.momentum import checks, custom_op
 from mdn.ops.momentum.interface import MomentumOutput, RuleOptions, RuleTensors, StepState, compute_dtype
 from mdn.ops.momentum.reference import reference_form
-from mdn.ops.momentum.step import step_function
+from mdn.ops.momentum.step import StepSettings, features_of, step_function
 from mdn.ops.shared_checks import check_scale, without_autocast
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def chunk_momentum_delta_rule(
     use_p_times_alpha: bool = True,
     chunk_size: int = 64,
     *,
+    direct: Tensor | None = None,
+    lookahead: bool = False,
     backend: str = "auto",
     check_gates: bool = True,
     context_parallel: ContextParallelPlan | None = None,
@@ -65,6 +67,10 @@ def chunk_momentum_delta_rule(
         use_qk_l2norm_in_kernel: L2-normalise q, k and p first.
         use_p_times_alpha: multiply p by alpha, so that the error is taken at the decayed state.
         chunk_size: largest chunk, 1 to 256; affects speed only (a backend may use a smaller one).
+        direct: a write beside the momentum, ``S_t = alpha_t S_{t-1} - beta_t M_t + direct_t k_t r_t^T``, ``>= 0``; None
+            means zeros. ``beta = 0`` is then Gated DeltaNet; ``beta mu`` with ``direct = beta eta`` is Nesterov's step.
+        lookahead: take the error at ``alpha S - beta mu M``, where the step leads without a write (Nesterov's
+            momentum as it was first written). It needs ``use_p_times_alpha``: that state has decayed already.
         backend: ``auto``, ``torch``, ``cpu`` or ``triton``; an explicitly requested backend never falls back.
         check_gates: raise for gates out of range (CPU tensors only: it reads values).
         context_parallel: the tokens are this rank's of a row that several processes share; states are those of all
@@ -74,7 +80,7 @@ def chunk_momentum_delta_rule(
         ``o [B, T, HV, V]`` and the final state, or None.
     """
     checks.check_chunk_size(chunk_size)
-    tensors = _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
+    tensors = _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
     plan = requested_plan(context_parallel, cu_seqlens)
     if plan is not None:
 
@@ -87,6 +93,7 @@ def chunk_momentum_delta_rule(
                 cu_seqlens=boundaries,
                 use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                 use_p_times_alpha=use_p_times_alpha,
+                lookahead=lookahead,
                 chunk_size=chunk_size,
                 backend=backend,
                 check_gates=check_gates,
@@ -94,9 +101,10 @@ def chunk_momentum_delta_rule(
 
         return _over_ranges(rule, tensors, plan, output_final_state)
     boundaries = _check(tensors, cu_seqlens)
-    chosen = backends.resolve(backend, q, v=v)
+    chosen = backends.resolve(backend, q, v=v, features=features_of(tensors, lookahead))
     chunk_size = backends.chunk_size_for(chosen, chunk_size)
-    options = RuleOptions(check_scale(scale, q), chunk_size, use_qk_l2norm_in_kernel, use_p_times_alpha)
+    p_times_alpha = checks.check_probe(use_p_times_alpha, lookahead)
+    options = RuleOptions(check_scale(scale, q), chunk_size, use_qk_l2norm_in_kernel, p_times_alpha, lookahead)
     result = custom_op.forward(tensors, boundaries, options, check_gates, chosen)
     return MomentumOutput(result.o, result.final_state if output_final_state else None)
 
@@ -116,15 +124,19 @@ def recurrent_momentum_delta_rule(
     cu_seqlens: Tensor | SequenceBoundaries | None = None,
     use_qk_l2norm_in_kernel: bool = True,
     use_p_times_alpha: bool = True,
+    *,
+    direct: Tensor | None = None,
+    lookahead: bool = False,
 ) -> MomentumOutput:
     """The definition: a plain differentiable loop over tokens. Arguments as in ``chunk_momentum_delta_rule``."""
     return _loop(
-        _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state),
+        _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state),
         scale,
         output_final_state,
         cu_seqlens,
         use_qk_l2norm_in_kernel,
         use_p_times_alpha,
+        lookahead,
         block_size=1,
     )
 
@@ -146,6 +158,7 @@ def blockwise_momentum_delta_rule(
     use_p_times_alpha: bool = True,
     block_size: int = 64,
     *,
+    direct: Tensor | None = None,
     backend: str = "auto",
 ) -> MomentumOutput:
     """What the paper argues against: every error in a block is taken at the state that began the block.
@@ -160,13 +173,14 @@ def blockwise_momentum_delta_rule(
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
     return _loop(
-        _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state),
+        _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state),
         scale,
         output_final_state,
         cu_seqlens,
         use_qk_l2norm_in_kernel,
         use_p_times_alpha,
-        block_size,
+        lookahead=False,
+        block_size=block_size,
     )
 
 
@@ -186,6 +200,8 @@ def fused_recurrent_momentum_delta_rule(
     use_qk_l2norm_in_kernel: bool = True,
     use_p_times_alpha: bool = True,
     *,
+    direct: Tensor | None = None,
+    lookahead: bool = False,
     backend: str = "auto",
     check_gates: bool = True,
     context_parallel: ContextParallelPlan | None = None,
@@ -194,13 +210,15 @@ def fused_recurrent_momentum_delta_rule(
 
     Arguments as in ``chunk_momentum_delta_rule``.
     """
-    tensors = _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
+    tensors = _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
     plan = requested_plan(context_parallel, cu_seqlens)
     short = plan is None and cu_seqlens is None and q.dim() == 4 and 0 < q.shape[1] <= LOOP_AT_MOST
     if not short or custom_op.wants_gradients(tensors) or custom_op.is_followed(tensors):
         return chunk_momentum_delta_rule(
             *(q, k, v, log_alpha, log_mu, p, beta, eta, scale, initial_state, output_final_state, cu_seqlens),
             *(use_qk_l2norm_in_kernel, use_p_times_alpha),
+            direct=direct,
+            lookahead=lookahead,
             backend=backend,
             check_gates=check_gates,
             context_parallel=plan,
@@ -210,9 +228,10 @@ def fused_recurrent_momentum_delta_rule(
         checks.check_gate_values(tensors)
     state = _own_state(tensors)
     slots, outputs = StepState(state[0], state[1]), []
+    settings = StepSettings(scale, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead, backend)
     for t in range(q.shape[1]):
         token = RuleTensors(*(None if x is None else x[:, t] for x in tensors.of_tokens))  # type: ignore[arg-type]
-        run = step_function(token, slots, scale, use_qk_l2norm_in_kernel, use_p_times_alpha, backend)
+        run = step_function(token, slots, settings)
         outputs.append(run(token, slots))
     return MomentumOutput(torch.stack(outputs, dim=1), state if output_final_state else None)
 
@@ -229,10 +248,11 @@ def _bundle(
     log_mu: Tensor,
     beta: Tensor | None,
     eta: Tensor | None,
+    direct: Tensor | None,
     initial_state: Tensor | tuple[Tensor, Tensor] | None,
 ) -> RuleTensors:
     beta, eta = checks.ones_if_none(beta, v), checks.ones_if_none(eta, v)
-    return RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, checks.stacked_state(initial_state))
+    return RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct, checks.stacked_state(initial_state))
 
 
 def _check(tensors: RuleTensors, cu_seqlens: Tensor | SequenceBoundaries | None) -> SequenceBoundaries | Tensor | None:
@@ -279,6 +299,7 @@ def _loop(
     cu_seqlens: Tensor | SequenceBoundaries | None,
     l2norm: bool,
     p_times_alpha: bool,
+    lookahead: bool,
     block_size: int,
 ) -> MomentumOutput:
     refuse_plan("a loop over tokens", "use chunk_momentum_delta_rule")
@@ -286,7 +307,10 @@ def _loop(
     if isinstance(boundaries, Tensor):
         boundaries = SequenceBoundaries.from_cu_seqlens(boundaries, tensors.q.shape[1])
     checks.check_gate_values(tensors)
-    options = RuleOptions(check_scale(scale, tensors.q), l2norm=l2norm, p_times_alpha=p_times_alpha)
+    p_times_alpha = checks.check_probe(p_times_alpha, lookahead)
+    options = RuleOptions(
+        check_scale(scale, tensors.q), l2norm=l2norm, p_times_alpha=p_times_alpha, lookahead=lookahead
+    )
     with without_autocast(tensors.q):
         o, state = reference_form(tensors, boundaries, options, block_size)
     return MomentumOutput(o, state if output_final_state else None)

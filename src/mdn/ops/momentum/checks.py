@@ -21,9 +21,9 @@ def ones_if_none(gate: Tensor | None, v: Tensor) -> Tensor:
 
 def check_tensors(tensors: RuleTensors, rank: int) -> None:
     """Shapes, dtypes and devices of q, k, v, p ([..., H, D], ``rank`` dimensions) and the gates ([..., HV])."""
-    q, k, v, p, log_alpha, log_mu, beta, eta, _ = tensors
+    q, k, v, p = tensors.q, tensors.k, tensors.v, tensors.p
     for name, x in tensors._asdict().items():
-        if name != "initial_state" and not isinstance(x, Tensor) and not (x is None and name == "p"):
+        if name != "initial_state" and not isinstance(x, Tensor) and not (x is None and name in ("p", "direct")):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     leading = "[B, T, H, D]" if rank == 4 else "[B, H, D]"
     for name, x in (("q", q), ("k", k), ("v", v), ("p", p)):
@@ -40,7 +40,7 @@ def check_tensors(tensors: RuleTensors, rank: int) -> None:
     if q.shape[-1] == 0 or v.shape[-1] == 0:
         raise ValueError(f"head dimensions must be positive, got {q.shape[-1]} for q, k and {v.shape[-1]} for v")
     _check_dtypes_and_devices(tensors)
-    for name, gate in (("log_alpha", log_alpha), ("log_mu", log_mu), ("beta", beta), ("eta", eta)):
+    for name, gate in tensors.gates.items():
         if gate.shape != v.shape[:-1]:
             raise ValueError(f"{name} must have shape {list(v.shape[:-1])}, one per value head, got {list(gate.shape)}")
 
@@ -124,6 +124,13 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size must be an integer from 1 to 256, got {chunk_size!r}")
 
 
+def check_probe(p_times_alpha: bool, lookahead: bool) -> bool:
+    """Whether p is to be multiplied by alpha: not with look-ahead, where the state that it reads has decayed."""
+    if lookahead and not p_times_alpha:
+        raise ValueError("lookahead needs use_p_times_alpha=True: the error is taken at the decayed state, got False")
+    return p_times_alpha and not lookahead
+
+
 def check_step_state(state: StepState, tensors: RuleTensors) -> None:
     """S and M must be [slots, HV, K, V] and such that they can be updated in place."""
     q, v = tensors.q, tensors.v
@@ -134,12 +141,12 @@ def check_step_state(state: StepState, tensors: RuleTensors) -> None:
 
 
 def check_gate_values(tensors: RuleTensors) -> None:
-    """Logs must be <= 0 (-inf is a hard zero), beta and eta >= 0, nothing NaN. Reads values, so not for GPUs and not
+    """Logs must be <= 0 (-inf is a hard zero), other gates >= 0, nothing NaN. Reads values, so not for GPUs and not
     while compiling."""
     if tensors.log_alpha.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    for name, gate in (("log_alpha", tensors.log_alpha), ("log_mu", tensors.log_mu)):
-        check_log_decay(name, gate)
-    for name, gate in (("beta", tensors.beta), ("eta", tensors.eta)):
-        if not bool(((gate >= 0) & (gate < float("inf"))).all()):
+    for name, gate in tensors.gates.items():
+        if name.startswith("log_"):
+            check_log_decay(name, gate)
+        elif not bool(((gate >= 0) & (gate < float("inf"))).all()):
             raise ValueError(f"{name} must be finite and >= 0, got {worst(gate, largest=False)}")

@@ -12,6 +12,9 @@ Here p and k are the L2-normalised vectors without alpha: where the rule probes 
 coefficients of p, a pass over C x C instead of C x K numbers. Entries of gradients above the diagonal are not masked,
 because they only ever meet the zeros of ``gamma_S``, ``gamma_M`` and the decays.
 
+With look-ahead (22) the rows of p read the coefficients after their token instead of before it, without the diagonal;
+they are ``probe_rows`` of the matrices over 0..C.
+
 Results are written into ``ChunkScratch``; nothing here is differentiated by autograd but ``coefficients_of``.
 """
 
@@ -25,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mdn.ops.momentum.interface import RuleOptions
 from mdn.ops.momentum.scratch import BackwardScratch, ChunkScratch
 
 LOG2_E = math.log2(math.e)  # powers of two: torch's exp is 30 times slower where it underflows
@@ -38,6 +42,7 @@ class GateRows(NamedTuple):
     log_mu: Tensor
     beta: Tensor
     eta: Tensor
+    direct: Tensor | None = None
 
 
 # ----------------------------------------------------------------------------------------------- coefficients (3) - (5)
@@ -50,7 +55,7 @@ class Coefficients:
     decay_alpha: Tensor  # [Z, C+1, C+1], as are all
     decay_mu: Tensor
     gamma_M: Tensor
-    scaled: Tensor  # diag(0, beta) gamma_M
+    scaled: Tensor  # diag(0, beta) gamma_M + diag(0, direct): what each step adds to S
     gamma_S: Tensor
 
 
@@ -76,6 +81,8 @@ def coefficients_of(gates: GateRows, scratch: ChunkScratch | None = None) -> Coe
     decay_alpha, decay_mu = segment_decay(torch.stack([gates.log_alpha, gates.log_mu]), out=decays_out)  # (3)
     gamma_M = torch.mul(decay_mu.mT, _with_one(gates.eta).mT, out=gamma_M_out).mT  # (4)
     scaled = torch.mul(gamma_M.mT, _with_zero(gates.beta).mT, out=scaled_out).mT
+    if gates.direct is not None:
+        scaled.diagonal(dim1=-2, dim2=-1)[..., 1:] += gates.direct  # (20)
     gamma_S = torch.bmm(decay_alpha, scaled, out=gamma_S_out)  # (5)
     return Coefficients(decay_alpha, decay_mu, gamma_M, scaled, gamma_S)
 
@@ -106,6 +113,7 @@ def coefficients_adjoint(
     change_alpha.mul_(of.decay_alpha)  # (17)
 
     torch.bmm(grad_gamma_S.mT, of.decay_alpha, out=change_mu.mT)  # (16) grad_scaled = decay_alpha^T grad_gamma_S
+    grad_direct = None if gates.direct is None else change_mu.diagonal(dim1=-2, dim2=-1)[:, 1:].clone()  # (21)
     grad_beta = torch.mul(change_mu, of.gamma_M, out=of.scaled).sum(-1)[:, 1:]  # (16)
     change_mu.mul_(_with_zero(gates.beta))  # (16) grad_gamma_M = diag(0, beta) grad_scaled
     change_mu[:, -1] += grad_gamma_M_end  # (13), (15)
@@ -113,7 +121,7 @@ def coefficients_adjoint(
     grad_eta = change_mu.sum(-2)[:, 1:]  # (16)
     change_mu.mul_(_with_one(gates.eta))  # (16) grad_decay_mu, here times decay_mu
     grad_log_alpha, grad_log_mu = segment_decay_adjoint(changes)  # (17)
-    return GateRows(grad_log_alpha, grad_log_mu, grad_beta, grad_eta)
+    return GateRows(grad_log_alpha, grad_log_mu, grad_beta, grad_eta, grad_direct)
 
 
 def segment_decay_adjoint(change: Tensor) -> Tensor:
@@ -135,12 +143,13 @@ class PreparedChunks:
     gates: GateRows
     coefficients: Coefficients
     alpha: Tensor | None  # [Z, C, 1]: what multiplies p; None for one
+    probe_rows: slice  # rows of the coefficients that p reads
     pq: Tensor  # [Z, 2C, K]: rows of p, then rows of q
     k: Tensor  # [Z, C, K]
     p_is_k: bool
     pk_qk: Tensor  # [Z, 2C, C]: inner products with k
     attend: Tensor  # [Z, C, C]
-    erase: Tensor  # [Z, C, C], strictly lower
+    erase: Tensor  # [Z, C, C], read below the diagonal only
     inverse_first: Tensor  # [Z, C/2, C/2]: inverse of I + erase in the first half of the rows and columns
     inverse_second: Tensor  # the same for the second half
     read_factors: Tensor  # [Z, 2C, 2]: what multiplies the rows of p and q in front of S and of M
@@ -183,30 +192,35 @@ class PreparedChunks:
         torch.mul(grad_S, self.abar_C[z], out=grad_S0)
 
 
+BEFORE_TOKEN, AFTER_TOKEN = slice(0, -1), slice(1, None)  # rows of the matrices over 0..C
+
+
 def prepare(
-    gates: GateRows, pq: Tensor, k: Tensor | None, p_times_alpha: bool, scratch: ChunkScratch
+    gates: GateRows, pq: Tensor, k: Tensor | None, options: RuleOptions, scratch: ChunkScratch
 ) -> PreparedChunks:
     """From gates [Z, C] and normalised vectors, pq [Z, 2C, K] and k [Z, C, K]; k None means that p is k."""
     size, p_is_k = pq.shape[1] // 2, k is None
     k = pq[:, :size] if k is None else k
     coefficients = coefficients_of(gates, scratch)
     decay_alpha, gamma_S, gamma_M = coefficients.decay_alpha, coefficients.gamma_S, coefficients.gamma_M
-    alpha = gates.log_alpha.exp().unsqueeze(-1) if p_times_alpha else None
+    alpha = gates.log_alpha.exp().unsqueeze(-1) if options.p_times_alpha else None
+    probe_rows = AFTER_TOKEN if options.lookahead else BEFORE_TOKEN  # (6), (22)
 
     pk_qk = torch.bmm(pq, k.mT, out=scratch.pk_qk)
-    erase = torch.mul(pk_qk[:, :size], gamma_S[:, :-1, 1:], out=scratch.erase)  # (6)
+    erase = torch.mul(pk_qk[:, :size], gamma_S[:, probe_rows, 1:], out=scratch.erase)  # (6)
     if alpha is not None:
         erase.mul_(alpha)
     half = size // 2
     inverse_first, inverse_second = (_unit_lower_inverse(erase[:, x, x]) for x in (slice(half), slice(half, None)))
     attend = torch.mul(pk_qk[:, size:], gamma_S[:, 1:, 1:], out=scratch.attend)  # (7)
 
-    read_factors = _read_factors(coefficients, alpha)
+    read_factors = _read_factors(coefficients, alpha, probe_rows)
     write_factors = torch.stack([gamma_S[:, -1, 1:], -gamma_M[:, -1, 1:]], dim=-1)  # (8) write_S, -write_M
     return PreparedChunks(
         gates=gates,
         coefficients=coefficients,
         alpha=alpha,
+        probe_rows=probe_rows,
         pq=pq,
         k=k,
         p_is_k=p_is_k,
@@ -237,11 +251,11 @@ def _unit_lower_inverse(strictly_lower: Tensor) -> Tensor:
     return inverse
 
 
-def _read_factors(coefficients: Coefficients, alpha: Tensor | None) -> Tensor:
-    """[Z, 2C, 2]: (-abar, b) before each token for p (6), (abar, -b) after it for q (7)."""
-    after = torch.stack([coefficients.decay_alpha[..., 0], -coefficients.gamma_S[..., 0]], dim=-1)  # [Z, C+1, 2]
-    before = after[:, :-1].neg()
-    return torch.cat([before if alpha is None else before.mul_(alpha), after[:, 1:]], dim=1)
+def _read_factors(coefficients: Coefficients, alpha: Tensor | None, probe_rows: slice) -> Tensor:
+    """[Z, 2C, 2]: (-abar, b) for p, before each token (6) or after it (22), (abar, -b) after it for q (7)."""
+    rows = torch.stack([coefficients.decay_alpha[..., 0], -coefficients.gamma_S[..., 0]], dim=-1)  # [Z, C+1, 2]
+    probed = rows[:, probe_rows].neg()
+    return torch.cat([probed if alpha is None else probed.mul_(alpha), rows[:, AFTER_TOKEN]], dim=1)
 
 
 def spread(rows: Tensor, factors: Tensor, out: Tensor) -> Tensor:
@@ -282,8 +296,10 @@ def chunk_gradients(
 
     grad_masked = torch.bmm(grad_target_O, residual.mT, out=scratch.grad_masked)  # (12): -grad_erase, grad_attend
     grad_masked[:, :size].mul_(-1.0 if chunk.alpha is None else -chunk.alpha)
+    if chunk.probe_rows == AFTER_TOKEN:
+        grad_masked[:, :size].tril_(-1)  # (22): gamma_S has a diagonal there that erase does not have
     grad_gamma_rows = torch.mul(grad_masked, chunk.pk_qk, out=scratch.grad_gamma_rows)  # (13)
-    grad_pk_qk = _times_gamma_S_(grad_masked, chunk.coefficients.gamma_S)  # (13)
+    grad_pk_qk = _times_gamma_S_(grad_masked, chunk.coefficients.gamma_S, chunk.probe_rows)  # (13)
 
     # <vector, gradient> of (14) without a pass over C x K: inner products times their gradients, and (15).
     overlap = chunk.pk_qk.mul_(grad_pk_qk)
@@ -301,11 +317,11 @@ def chunk_gradients(
     return ChunkGradients(grad_q, grad_k, grad_p, along_pq[:, size:], along_k, along_p, gates)
 
 
-def _times_gamma_S_(rows: Tensor, gamma_S: Tensor) -> Tensor:
-    """[Z, 2C, C] times gamma_S, in place: rows of p see the state before their token, rows of q the state after it."""
+def _times_gamma_S_(rows: Tensor, gamma_S: Tensor, probe_rows: slice) -> Tensor:
+    """[Z, 2C, C] times the rows of gamma_S that p and q read, in place."""
     size = rows.shape[-1]
-    rows[:, :size].mul_(gamma_S[:, :-1, 1:])
-    rows[:, size:].mul_(gamma_S[:, 1:, 1:])
+    rows[:, :size].mul_(gamma_S[:, probe_rows, 1:])
+    rows[:, size:].mul_(gamma_S[:, AFTER_TOKEN, 1:])
     return rows
 
 
@@ -344,18 +360,19 @@ def _gate_gradients(
 ) -> GateRows:
     """Collects all that reads the coefficients (13, 15), then (16) and (17)."""
     size = chunk.k.shape[1]
-    before, after = grad_read_factors[:, :size], grad_read_factors[:, size:]  # of (-abar, b) and of (abar, -b)
+    of_p, of_q = grad_read_factors[:, :size], grad_read_factors[:, size:]  # of (-abar, b) and of (abar, -b)
     if chunk.alpha is not None:
-        before = before * chunk.alpha
-    grad_starts = F.pad(after, (0, 0, 1, 0)) - F.pad(before, (0, 0, 0, 1))  # (15) [Z, C+1, 2]: of abar, of -b
+        of_p = of_p * chunk.alpha
+    grad_starts = F.pad(of_q, (0, 0, 1, 0))  # (15) [Z, C+1, 2]: of abar, of -b
+    grad_starts[:, chunk.probe_rows] -= of_p
     grad_starts[:, -1, 0] += grad_ends.abar_C
     grad_starts[:, -1, 1] -= grad_ends.b_C
 
     grad_gamma_S = scratch.grad_gamma_S
     torch.neg(grad_starts[..., 1], out=grad_gamma_S[..., 0])  # (15): column 0 is b
     grad_gamma_S[:, 0, 1:] = 0.0
-    grad_gamma_S[:, 1:, 1:] = grad_gamma_rows[:, size:]  # (13)
-    grad_gamma_S[:, :-1, 1:] += grad_gamma_rows[:, :size]  # (13)
+    grad_gamma_S[:, AFTER_TOKEN, 1:] = grad_gamma_rows[:, size:]  # (13)
+    grad_gamma_S[:, chunk.probe_rows, 1:] += grad_gamma_rows[:, :size]  # (13)
     grad_gamma_S[:, -1, 1:] += grad_write_factors[..., 0]  # (13)
     grad_gamma_M_end = torch.cat([grad_ends.mbar_C.unsqueeze(-1), -grad_write_factors[..., 1]], dim=-1)  # (13), (15)
     coefficients = chunk.coefficients

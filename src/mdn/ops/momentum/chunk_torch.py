@@ -184,10 +184,10 @@ class ChunkInputs:
         self.options, self.dtype = options, compute_dtype(tensors.q)
         self.heads = self.v.shape[-2]
         self.pool = scratch_pool(self.q.device, self.dtype)
-        gates = (tensors.log_alpha, tensors.log_mu, tensors.beta, tensors.eta)
+        gates = [gate.to(self.dtype) for gate in tensors.gates.values()]
         norm_q, norm_k = self._inverse_norm(self.q), self._inverse_norm(self.k)
         norm_p = norm_k if self.p is None else self._inverse_norm(self.p)
-        self.scalars = torch.stack([*(x.to(self.dtype) for x in gates), norm_q, norm_k, norm_p], -1)  # [B, T, HV, 7]
+        self.scalars = torch.stack([norm_q, norm_k, norm_p, *gates], -1)  # [B, T, HV, 7]; 8 with a direct write
 
     def _inverse_norm(self, x: Tensor) -> Tensor:
         """[B, T, HV]"""
@@ -199,7 +199,7 @@ class ChunkInputs:
 
     def scratch(self, kind: type[Kind], group: ChunkGroup) -> Kind:
         gathers = not isinstance(group.source, Rectangle)
-        dims = (self.q.shape[-1], self.v.shape[-1], self.p is not None, gathers)
+        dims = (self.q.shape[-1], self.v.shape[-1], self.scalars.shape[-1], self.p is not None, gathers)
         return self.pool.take(kind, GroupSize(group.chunks * self.heads, group.size, *dims))
 
     def prepare(self, group: ChunkGroup, scratch: ChunkScratch) -> tuple[PreparedChunks, InverseNorms]:
@@ -208,15 +208,15 @@ class ChunkInputs:
         group.load(self.q, pq[:, size:], norms.q, scratch.gathered)
         group.load(self.k if self.p is None else self.p, pq[:, :size], norms.p, scratch.gathered)
         k = None if self.p is None else group.load(self.k, scratch.k, norms.k, scratch.gathered)
-        return prepare(gates, pq, k, self.options.p_times_alpha, scratch), norms
+        return prepare(gates, pq, k, self.options, scratch), norms
 
     def load_scalars(self, group: ChunkGroup, scratch: ChunkScratch) -> tuple[GateRows, InverseNorms]:
         rows = group.load(self.scalars, scratch.scalars, 1.0, scratch.gathered).movedim(-1, 0).contiguous()
         if group.valid is not None:
             # Zero is neutral for all of them: log 1 for the decays, no write, vectors of length zero.
             rows = torch.where(group.valid.repeat_interleave(self.heads, dim=0), rows, 0.0)
-        log_alpha, log_mu, beta, eta, norm_q, norm_k, norm_p = rows
-        return GateRows(log_alpha, log_mu, beta, eta), InverseNorms(norm_q, norm_k, norm_p)
+        norm_q, norm_k, norm_p, *gates = rows
+        return GateRows(*gates), InverseNorms(norm_q, norm_k, norm_p)
 
 
 class GradientOutputs:
@@ -226,12 +226,13 @@ class GradientOutputs:
         self.tensors, self.l2norm = tensors, options.l2norm
         self.q, self.k, self.v = (x.new_empty(x.shape) for x in (tensors.q, tensors.k, tensors.v))
         self.p = None if tensors.p is None else tensors.p.new_empty(tensors.p.shape)
-        self.gates = tensors.v.new_empty(*tensors.beta.shape, 4, dtype=compute_dtype(tensors.q))
+        self.gates = tensors.v.new_empty(*tensors.beta.shape, len(tensors.gates), dtype=compute_dtype(tensors.q))
 
     def store(
         self, grad: ChunkGradients, chunk: PreparedChunks, norms: InverseNorms, group: ChunkGroup, scratch: ChunkScratch
     ) -> None:
-        group.store(torch.stack(grad.gates, dim=-1), self.gates, 1.0, scratch.gathered)
+        gates = [gate for gate in grad.gates if gate is not None]
+        group.store(torch.stack(gates, dim=-1), self.gates, 1.0, scratch.gathered)
         p, q = chunk.pq[:, : group.size], chunk.pq[:, group.size :]
         self._store_vector(grad.q, q, grad.along_q, norms.q, self.q, group, scratch)
         self._store_vector(grad.k, chunk.k, grad.along_k, norms.k, self.k, group, scratch)
@@ -258,16 +259,13 @@ class GradientOutputs:
 
     def results(self, grad_states: Tensor) -> RuleTensors:
         given = self.tensors
-        gates = GateRows(*self.gates.unbind(-1))
+        gates = zip(given.gates.items(), self.gates.unbind(-1))
         return RuleTensors(
             q=self.q,
             k=self.k,
             v=self.v,
             p=self.p,
-            log_alpha=gates.log_alpha.to(given.log_alpha.dtype, copy=True),
-            log_mu=gates.log_mu.to(given.log_mu.dtype, copy=True),
-            beta=gates.beta.to(given.beta.dtype, copy=True),
-            eta=gates.eta.to(given.eta.dtype, copy=True),
+            **{name: gradient.to(gate.dtype, copy=True) for (name, gate), gradient in gates},
             initial_state=None if given.initial_state is None else grad_states.to(given.initial_state.dtype),
         )
 
@@ -351,6 +349,8 @@ def _write_factors(gates: GateRows, scratch: ChunkScratch) -> tuple[Tensor, Tens
     after = torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], dim=1).exp()  # prod_{l > j} alpha_l
     last_row = torch.bmm((after * gates.beta).unsqueeze(1), decay_mu[:, 1:]).squeeze(1)  # (5) [Z, C+1], without eta
     factors = torch.stack([last_row[:, 1:], -decay_mu[:, -1, 1:]], dim=-1) * gates.eta.unsqueeze(-1)
+    if gates.direct is not None:
+        factors[..., 0] += after * gates.direct  # (20)
     abar_C, b_C, mbar_C = from_here[:, 0].exp(), last_row[:, 0], decay_mu[:, -1, 0]
     mix = torch.stack([abar_C, -b_C, torch.zeros_like(b_C), mbar_C], dim=-1).view(-1, 2, 2)
     return factors, mix

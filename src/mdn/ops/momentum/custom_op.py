@@ -43,6 +43,7 @@ def forward(
         options.chunk_size,
         options.l2norm,
         options.p_times_alpha,
+        options.lookahead,
         save_residual,
         check_gates,
         backend,
@@ -86,12 +87,14 @@ class _Arguments(NamedTuple):
     log_mu: Any
     beta: Any
     eta: Any
+    direct: Any
     initial_state: Any
     cu_seqlens: Any = None
     scale: Any = None
     chunk_size: Any = None
     l2norm: Any = None
     p_times_alpha: Any = None
+    lookahead: Any = None
     save_residual: Any = None
     check_gates: Any = None
     backend: Any = None
@@ -111,20 +114,22 @@ def momentum_delta_rule(
     log_mu: Tensor,
     beta: Tensor,
     eta: Tensor,
+    direct: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
     chunk_size: int,
     l2norm: bool,
     p_times_alpha: bool,
+    lookahead: bool,
     save_residual: bool,
     check_gates: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
+    tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
     if check_gates:
         check_gate_values(tensors)
-    options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha)
+    options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha, lookahead)
     with without_autocast(q):
         result = backend_module(backend).forward(tensors, _boundaries(cu_seqlens, q.shape[1]), options, save_residual)
     return tuple(result)
@@ -158,6 +163,7 @@ def momentum_delta_rule_backward(
     log_mu: Tensor,
     beta: Tensor,
     eta: Tensor,
+    direct: Tensor | None,
     initial_state: Tensor | None,
     residual: Tensor,
     cu_seqlens: Tensor | None,
@@ -165,11 +171,12 @@ def momentum_delta_rule_backward(
     chunk_size: int,
     l2norm: bool,
     p_times_alpha: bool,
+    lookahead: bool,
     backend: str,
 ) -> list[Tensor]:
     """Gradients in the order of ``RuleTensors``; an op cannot return None in a list, so it is an empty tensor."""
-    tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
-    options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha)
+    tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
+    options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha, lookahead)
     boundaries = _boundaries(cu_seqlens, q.shape[1])
     with without_autocast(q):
         grads = backend_module(backend).backward(grad_o, grad_final_state, tensors, residual, boundaries, options)
@@ -188,10 +195,11 @@ def _(
     log_mu: Tensor,
     beta: Tensor,
     eta: Tensor,
+    direct: Tensor | None,
     initial_state: Tensor | None,
     *settings: Any,
 ) -> list[Tensor]:
-    inputs = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, initial_state)
+    inputs = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
     # Contiguous, as backends return them; empty_like would keep the strides of a transposed input.
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
 
@@ -199,7 +207,7 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     call = _Arguments(*inputs)
     ctx.save_for_backward(*call.tensors, call.cu_seqlens, ForwardResult(*output).residual)
-    ctx.settings = (call.scale, call.chunk_size, call.l2norm, call.p_times_alpha, call.backend)
+    ctx.settings = (call.scale, call.chunk_size, call.l2norm, call.p_times_alpha, call.lookahead, call.backend)
     ctx.set_materialize_grads(False)
 
 
@@ -238,17 +246,19 @@ def momentum_delta_step(
     log_mu: Tensor,
     beta: Tensor,
     eta: Tensor,
+    direct: Tensor | None,
     S: Tensor,
     M: Tensor,
     state_indices: Tensor | None,
     scale: float,
     l2norm: bool,
     p_times_alpha: bool,
+    lookahead: bool,
     backend: str,
 ) -> Tensor:
     """One token, both states updated in place."""
-    tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta)
-    options = RuleOptions(scale, l2norm=l2norm, p_times_alpha=p_times_alpha)
+    tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct)
+    options = RuleOptions(scale, l2norm=l2norm, p_times_alpha=p_times_alpha, lookahead=lookahead)
     with torch.no_grad(), without_autocast(q):
         o: Tensor = backend_module(backend).step_(tensors, StepState(S, M, state_indices), options)
     return o

@@ -44,13 +44,23 @@ class RuleTensors(NamedTuple):
     log_mu: Tensor
     beta: Tensor
     eta: Tensor
+    direct: Tensor | None = None
+    """what a write adds to S beside its way through the momentum; None means zeros"""
     initial_state: Tensor | None = None
     """[2, N, HV, K, V]: S, then M; None means zeros"""
 
     @property
-    def of_tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
-        """Everything but the initial state: q, k, v, p and the gates."""
-        return self.q, self.k, self.v, self.p, self.log_alpha, self.log_mu, self.beta, self.eta
+    def of_tokens(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Everything but the initial state, which is the last field: q, k, v, p and the gates."""
+        return self[:-1]
+
+    @property
+    def gates(self) -> dict[str, Tensor]:
+        """The gates by name, ``direct`` only if there is one."""
+        gates = {"log_alpha": self.log_alpha, "log_mu": self.log_mu, "beta": self.beta, "eta": self.eta}
+        return gates if self.direct is None else gates | {"direct": self.direct}
 
 
 class StepState(NamedTuple):
@@ -96,6 +106,9 @@ class RuleOptions:
     """L2-normalise q, k and (if given) p"""
     p_times_alpha: bool = True
     """the error is read at the decayed state: p = alpha * p"""
+    lookahead: bool = False
+    """the error is read at alpha S - beta mu M, where the step would lead without a write; p is not multiplied by alpha
+    then"""
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:

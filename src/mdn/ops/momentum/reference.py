@@ -1,9 +1,11 @@
 """The momentum delta rule as it is defined, its blockwise variant, and the decode step: plain torch.
 
-    r_t = v_t - S_{t-1}^T p_t               prediction error                      (1)
-    M_t = mu_t M_{t-1} - eta_t k_t r_t^T    momentum
-    S_t = alpha_t S_{t-1} - beta_t M_t      fast weight
-    o_t = scale * S_t^T q_t                 read-out
+    r_t = v_t - S_{t-1}^T p_t                                     prediction error                      (1)
+    M_t = mu_t M_{t-1} - eta_t k_t r_t^T                          momentum
+    S_t = alpha_t S_{t-1} - beta_t M_t + direct_t k_t r_t^T       fast weight; direct is zero unless given
+    o_t = scale * S_t^T q_t                                       read-out
+
+With look-ahead the error is read at alpha_t S_{t-1} - beta_t mu_t M_{t-1} instead of S_{t-1}.
 
 Differentiable by autograd, also twice and forward; float64 stays float64. Every other form is tested against this one.
 
@@ -45,13 +47,17 @@ class TokenInputs(NamedTuple):
     log_mu: Tensor
     beta: Tensor
     eta: Tensor
+    direct: Tensor | None
+
+    @property
+    def gates(self) -> tuple[Tensor | None, ...]:
+        return self.log_alpha, self.log_mu, self.beta, self.eta, self.direct
 
     @classmethod
     def of(cls, tensors: RuleTensors, options: RuleOptions) -> TokenInputs:
         dtype = compute_dtype(tensors.q)
         q, k, v = (x.to(dtype) for x in (tensors.q, tensors.k, tensors.v))
-        gates = (tensors.log_alpha, tensors.log_mu, tensors.beta, tensors.eta)
-        log_alpha, log_mu, beta, eta = (x.to(dtype) for x in gates)
+        gates = {name: gate.to(dtype) for name, gate in tensors.gates.items()}
         p = None if tensors.p is None else tensors.p.to(dtype)
         if options.l2norm:
             q, k, p = l2norm(q), l2norm(k), None if p is None else l2norm(p)
@@ -60,8 +66,12 @@ class TokenInputs(NamedTuple):
         if groups > 1:
             q, k, p = (x.repeat_interleave(groups, dim=-2) for x in (q, k, p))
         if options.p_times_alpha:
-            p = p * log_alpha.exp().unsqueeze(-1)
-        return cls(q * options.scale, k, v, p, log_alpha, log_mu, beta, eta)
+            p = p * gates["log_alpha"].exp().unsqueeze(-1)
+        direct = gates.pop("direct", None)
+        return cls(q * options.scale, k, v, p, **gates, direct=direct)
+
+    def tokens(self, start: int, end: int) -> TokenInputs:
+        return TokenInputs(*(None if x is None else x[:, start:end] for x in self))  # type: ignore[arg-type]
 
 
 def reference_form(
@@ -70,12 +80,12 @@ def reference_form(
     """o and the final states of all sequences; ``block_size > 1`` is the blockwise variant."""
     streams, state = TokenInputs.of(tensors, options), _initial_state(tensors, boundaries)
     if boundaries is None:
-        o, state = _one_sequence(streams, state, block_size)
+        o, state = _one_sequence(streams, state, block_size, options.lookahead)
         return o.to(tensors.v.dtype), state
     outputs, states = [], []
     for n, (start, end) in enumerate(pairwise(boundaries.offsets)):
-        of_sequence = TokenInputs(*(x[:, start:end] for x in streams))
-        o, final = _one_sequence(of_sequence, state[:, n : n + 1], block_size)
+        of_sequence = streams.tokens(start, end)
+        o, final = _one_sequence(of_sequence, state[:, n : n + 1], block_size, options.lookahead)
         outputs.append(o)
         states.append(final)
     return torch.cat(outputs, dim=1).to(tensors.v.dtype), torch.cat(states, dim=1)
@@ -89,21 +99,25 @@ def _initial_state(tensors: RuleTensors, boundaries: SequenceBoundaries | None) 
     return v.new_zeros(2, sequences, v.shape[-2], q.shape[-1], v.shape[-1], dtype=dtype)
 
 
-def _one_sequence(streams: TokenInputs, state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def _one_sequence(streams: TokenInputs, state: Tensor, block_size: int, lookahead: bool) -> tuple[Tensor, Tensor]:
     """Rows side by side: o [B, T, HV, V] and the final state [2, B, HV, K, V]."""
-    return _token_by_token(streams, state) if block_size == 1 else _block_by_block(streams, state, block_size)
+    if block_size == 1:
+        return _token_by_token(streams, state, lookahead)
+    return _block_by_block(streams, state, block_size)
 
 
-def _token_by_token(streams: TokenInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v, p, log_alpha, log_mu, beta, eta = streams
-    alpha, mu = log_alpha.exp(), log_mu.exp()
+def _token_by_token(streams: TokenInputs, state: Tensor, lookahead: bool) -> tuple[Tensor, Tensor]:
+    q, k, v, p, log_alpha, log_mu, beta, eta, direct = streams
+    alpha, mu, beta = (x[..., None, None] for x in (log_alpha.exp(), log_mu.exp(), beta))  # [B, T, HV, 1, 1]
     S, M = state.unbind(0)
     outputs = []
     for t in range(q.shape[1]):
-        r = v[:, t] - torch.einsum("bhk,bhkv->bhv", p[:, t], S)
-        write = torch.einsum("bhk,bhv->bhkv", eta[:, t, :, None] * k[:, t], r)
-        M = mu[:, t, :, None, None] * M - write
-        S = alpha[:, t, :, None, None] * S - beta[:, t, :, None, None] * M
+        probed = alpha[:, t] * S - beta[:, t] * mu[:, t] * M if lookahead else S
+        r = v[:, t] - torch.einsum("bhk,bhkv->bhv", p[:, t], probed)
+        M = mu[:, t] * M - torch.einsum("bhk,bhv->bhkv", eta[:, t, :, None] * k[:, t], r)
+        S = alpha[:, t] * S - beta[:, t] * M
+        if direct is not None:
+            S = S + torch.einsum("bhk,bhv->bhkv", direct[:, t, :, None] * k[:, t], r)
         outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))
     o = torch.stack(outputs, dim=1) if outputs else torch.empty_like(v)
     return o, torch.stack([S, M])
@@ -112,8 +126,9 @@ def _token_by_token(streams: TokenInputs, state: Tensor) -> tuple[Tensor, Tensor
 def _block_by_block(streams: TokenInputs, state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     batch, time, heads = streams.q.shape[:3]
     size = max(1, min(block_size, time))
-    q, k, v, p, *gates = (_cut(x, size) for x in streams)  # [blocks, B HV, C, ...]
-    coefficients = coefficients_of(GateRows(*(x.flatten(0, 1) for x in gates)))
+    q, k, v, p = (_cut(x, size) for x in (streams.q, streams.k, streams.v, streams.p))  # [blocks, B HV, C, ...]
+    gates = (None if x is None else _cut(x, size).flatten(0, 1) for x in streams.gates)
+    coefficients = coefficients_of(GateRows(*gates))  # type: ignore[arg-type]
     in_blocks = (coefficients.decay_alpha, coefficients.gamma_M, coefficients.gamma_S)
     decay_alpha, gamma_M, gamma_S = (x.unflatten(0, k.shape[:2]) for x in in_blocks)  # [blocks, B HV, C+1, C+1]
     attend = q @ k.mT * gamma_S[..., 1:, 1:]
@@ -144,16 +159,21 @@ def _cut(x: Tensor, size: int) -> Tensor:
 def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tensor:
     """One token, q [B, H, K], with S and M [slots, HV, K, V] updated in place: a functional step would allocate and
     fault in both states for every token."""
-    q, k, v, p, log_alpha, log_mu, beta, eta = TokenInputs.of(tensors, options)
-    alpha, mu = log_alpha.exp(), log_mu.exp()
+    q, k, v, p, log_alpha, log_mu, beta, eta, direct = TokenInputs.of(tensors, options)
+    alpha, mu = log_alpha.exp().unsqueeze(-1), log_mu.exp().unsqueeze(-1)  # [B, HV, 1]
     S, M, state_indices = state
     if state_indices is not None:
         S, M = S.index_select(0, state_indices), M.index_select(0, state_indices)
 
-    r = v - torch.matmul(p.unsqueeze(-2), S).squeeze(-2)
-    write = eta.unsqueeze(-1) * k
-    M.mul_(mu[..., None, None]).addcmul_(write.unsqueeze(-1), r.unsqueeze(-2), value=-1)
-    S.mul_(alpha[..., None, None]).addcmul_(M, beta[..., None, None], value=-1)
+    p = p.unsqueeze(-2)
+    probed = torch.matmul(p, S).squeeze(-2)
+    if options.lookahead:
+        probed = alpha * probed - beta.unsqueeze(-1) * mu * torch.matmul(p, M).squeeze(-2)
+    r = (v - probed).unsqueeze(-2)
+    M.mul_(mu.unsqueeze(-1)).addcmul_((eta.unsqueeze(-1) * k).unsqueeze(-1), r, value=-1)
+    S.mul_(alpha.unsqueeze(-1)).addcmul_(M, beta[..., None, None], value=-1)
+    if direct is not None:
+        S.addcmul_((direct.unsqueeze(-1) * k).unsqueeze(-1), r)
     o = torch.matmul(q.unsqueeze(-2), S).squeeze(-2)
 
     if state_indices is not None:

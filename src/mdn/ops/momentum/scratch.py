@@ -3,7 +3,7 @@
 Megabyte temporaries that are freed go back to the system, and every page of them faults in again at the next use; on a
 CPU that costs more than many of the products. So a thread keeps one block, and the temporaries of a group of chunks are
 views of it. Shapes stand in the types: Z pairs of chunk and value head, C tokens, K and V head dimensions, G = K if p
-is given and else 0, W the widest row.
+is given and else 0, W the widest row, scalars the gates and norms of a token.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class GroupSize(NamedTuple):
     C: int
     K: int
     V: int
+    scalars: int
     given_p: bool
     gathers: bool
 
@@ -37,8 +38,8 @@ class GroupSize(NamedTuple):
             "2K": 2 * self.K,
             "V": self.V,
             "G": self.K if self.given_p else 0,
-            "ZCW": self.Z * self.C * max(self.K, self.V, 7) if self.gathers else 0,
-            "7": 7,
+            "scalars": self.scalars,
+            "ZCW": self.Z * self.C * max(self.K, self.V, self.scalars) if self.gathers else 0,
         }
 
 
@@ -47,7 +48,7 @@ class ChunkScratch:
     """What preparing chunks and the forward pass need."""
 
     gathered: Annotated[Tensor, "ZCW"]  # flat: rows of a pack on their way in or out
-    scalars: Annotated[Tensor, "Z C 7"]  # gates and inverse norms
+    scalars: Annotated[Tensor, "Z C scalars"]  # gates and inverse norms
     pq: Annotated[Tensor, "Z 2C K"]
     k: Annotated[Tensor, "Z C G"]
     decays: Annotated[Tensor, "2 Z C+1 C+1"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ def momentum_delta_step(
     eta: Tensor | None = None,
     state: Tensor | tuple[Tensor, Tensor] | None = None,
     *,
+    direct: Tensor | None = None,
+    lookahead: bool = False,
     scale: float | None = None,
     state_indices: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = True,
@@ -38,7 +40,8 @@ def momentum_delta_step(
     """One token for every row, the state updated in place.
 
     Args:
-        q, k, p: ``[B, H, K]``; v: ``[B, HV, V]``; gates: ``[B, HV]``. p None means k, beta and eta None mean ones.
+        q, k, p: ``[B, H, K]``; v: ``[B, HV, V]``; gates: ``[B, HV]``. p None means k, beta and eta None mean ones,
+            direct None means zeros.
         state: required; ``[2, slots, HV, K, V]`` (S, then M), or the pair (S, M); float32, or float64 for float64
             inputs.
         state_indices: int64 or int32 ``[B]``, the slot of each row; None means row b uses slot b. Slots must be
@@ -51,15 +54,32 @@ def momentum_delta_step(
     """
     beta = checks.ones_if_none(beta, v) if beta is None else beta
     eta = checks.ones_if_none(eta, v) if eta is None else eta
-    tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta)
+    tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct)
     S, M = checks.state_pair("state", state)
     if state_indices is not None:
         state_indices = check_state_indices(state_indices, S, len(v), read=check_gates)
     slots = StepState(S, M, state_indices)
-    run = step_function(tensors, slots, scale, use_qk_l2norm_in_kernel, use_p_times_alpha, backend)
+    settings = StepSettings(scale, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead, backend)
+    run = step_function(tensors, slots, settings)
     if check_gates:
         checks.check_gate_values(tensors)
     return run(tensors, slots)
+
+
+class StepSettings(NamedTuple):
+    """The arguments of a step that are not tensors, as they were given."""
+
+    scale: float | None
+    l2norm: bool
+    p_times_alpha: bool
+    lookahead: bool
+    backend: str
+
+
+def features_of(tensors: RuleTensors, lookahead: bool) -> tuple[str, ...]:
+    """What is asked for beyond the rule of the paper, which a backend may not have."""
+    direct = () if tensors.direct is None else ("direct",)
+    return (*direct, "lookahead") if lookahead else direct
 
 
 _PREPARED: dict[Any, Any] = {}
@@ -79,18 +99,12 @@ def prepared_once(settings: Hashable, tensors: Iterable[Tensor | None], prepare:
     return run
 
 
-def step_function(
-    tensors: RuleTensors, state: StepState, scale: float | None, l2norm: bool, p_times_alpha: bool, backend: str
-) -> StepFunction:
+def step_function(tensors: RuleTensors, state: StepState, settings: StepSettings) -> StepFunction:
     """The step for tensors like these, checked. (A kind of step that was seen before keeps its backend, also if
     MDN_BACKEND changes.)"""
     if torch.compiler.is_compiling():
-        return _checked_step(tensors, state, scale, l2norm, p_times_alpha, backend)
-    run = prepared_once(
-        ("momentum", scale, l2norm, p_times_alpha, backend),
-        (*tensors, *state),
-        lambda: _checked_step(tensors, state, scale, l2norm, p_times_alpha, backend),
-    )
+        return _checked_step(tensors, state, settings)
+    run = prepared_once(("momentum", settings), (*tensors, *state), lambda: _checked_step(tensors, state, settings))
     if state.S.data_ptr() == state.M.data_ptr() != 0:  # an address is no part of the signature
         raise ValueError("S and M of the state must be different memory to be updated in place, got the same twice")
     return run
@@ -103,16 +117,20 @@ def _signature(x: Tensor | None) -> tuple[Any, ...] | None:
     return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x),)
 
 
-def _checked_step(
-    tensors: RuleTensors, state: StepState, scale: float | None, l2norm: bool, p_times_alpha: bool, backend: str
-) -> StepFunction:
+def _checked_step(tensors: RuleTensors, state: StepState, settings: StepSettings) -> StepFunction:
     """Checks everything but values and binds what does not change."""
     checks.check_tensors(tensors, rank=3)
     checks.check_step_state(state, tensors)
-    options = RuleOptions(check_scale(scale, tensors.q), l2norm=l2norm, p_times_alpha=p_times_alpha)
-    chosen = backends.resolve(backend, tensors.q, v=tensors.v)
+    lookahead = settings.lookahead
+    options = RuleOptions(
+        check_scale(settings.scale, tensors.q),
+        l2norm=settings.l2norm,
+        p_times_alpha=checks.check_probe(settings.p_times_alpha, lookahead),
+        lookahead=lookahead,
+    )
+    chosen = backends.resolve(settings.backend, tensors.q, v=tensors.v, features=features_of(tensors, lookahead))
     if torch.compiler.is_compiling() or tensors.q.device.type == "meta":
-        flags = (options.scale, l2norm, p_times_alpha, chosen)
+        flags = (options.scale, options.l2norm, options.p_times_alpha, lookahead, chosen)
         return lambda tensors, state: custom_op.momentum_delta_step(*tensors.of_tokens, *state, *flags)
     module = backends.backend_module(chosen)
     prepare = getattr(module, "prepared_step", None)

@@ -117,6 +117,11 @@ void rebuild_states(const Unit& unit, Workspace& ws, long chunks) {
     }
 }
 
+// With look-ahead (22) erase reads rows of gamma_S that have a diagonal, which is no part of it.
+void clear_diagonal(const Matrix x, long rows) {
+    for (long i = 0; i < rows; ++i) x.row(i)[i] = 0;
+}
+
 // Everything of the forward pass that does not depend on V, and its transposes.
 template <class Element>
 void prepare_chunk(const Chunk& chunk, Workspace& ws) {
@@ -129,8 +134,9 @@ void prepare_chunk(const Chunk& chunk, Workspace& ws) {
     transpose(ws.attend_T, ws.attend, chunk.rows, chunk.rows);
     if (!chunk.problem.has_erase) return;
     transpose(ws.qp_T.from(0, chunk.rows), ws.vectors.p, chunk.C, chunk.K);
-    masked_product(chunk, ws.erase, ws.pk, ws.vectors.p, k_T, gamma_S);
+    masked_product(chunk, ws.erase, ws.pk, ws.vectors.p, k_T, gamma_S.from(chunk.probe, 0));
     transpose(ws.erase_T, ws.erase, chunk.rows, chunk.rows);
+    if (chunk.problem.lookahead) clear_diagonal(ws.pk, chunk.rows);
 }
 
 // (9) and (10) for one panel: grad_target, which is also grad_V; the transposes that (14) needs.
@@ -207,6 +213,7 @@ void find_key_gradients_through_states(const BackwardChunk& chunk, const Workspa
     const Gates& gates = ws.gates;
     const GateGradients& out = ws.gate_gradients;
     const bool momentum = chunk.problem.has_momentum, erase = chunk.problem.has_erase;
+    const long probe = chunk.probe;
     const Matrix q_T = ws.qp_T, p_T = ws.qp_T.from(0, chunk.rows), k_T = ws.vectors.k_T;
     const Matrix grad_q_T = ws.grad_q_T, grad_p_T = ws.grad_p_T, grad_k_T = ws.grad_k_T;
     const auto add = [&](const StateTerm& term) { add_state_term(chunk, term); };
@@ -216,9 +223,9 @@ void find_key_gradients_through_states(const BackwardChunk& chunk, const Workspa
     } else {
         const auto [S0, M0] = ws.before(chunk.index);
         add({S0, ws.grad_o_T, q_T, grad_q_T, gates.abar + 1, out.grad_abar + 1, 1, true});
-        if (erase) add({S0, ws.grad_target_T, p_T, grad_p_T, gates.abar, out.grad_abar, -1, true});
+        if (erase) add({S0, ws.grad_target_T, p_T, grad_p_T, gates.abar + probe, out.grad_abar + probe, -1, true});
         if (momentum) add({M0, ws.grad_o_T, q_T, grad_q_T, gates.b + 1, out.grad_b + 1, -1, false});
-        if (momentum && erase) add({M0, ws.grad_target_T, p_T, grad_p_T, gates.b, out.grad_b, 1, false});
+        if (momentum && erase) add({M0, ws.grad_target_T, p_T, grad_p_T, gates.b + probe, out.grad_b + probe, 1, false});
     }
     if (chunk.gradient_is_zero) {
         fill_zeros(grad_k_T, chunk.K);
@@ -234,7 +241,7 @@ struct ProductTerm {
     Matrix rows;           // [C, V]: grad_O or grad_target
     float sign;            // 1 or -1
     Matrix products;       // [C, C]: qk or pk
-    Matrix gamma;          // [C, C]: gamma_S from row 1 (attend) or from row 0 (erase)
+    Matrix gamma;          // [C, C]: gamma_S from row 1 (attend) or from row `probe` (erase)
     Matrix grad_gamma;     // [C, C]: its gradient
     Matrix grad_products;  // [C, C]: grad_qk or grad_pk, lower triangular
     Matrix grad_products_T;
@@ -270,15 +277,19 @@ void add_product_terms(const Chunk& chunk, const Matrix k_T, const Matrix grad_k
 
 void find_key_gradients_through_products(const Chunk& chunk, const Workspace& ws) {
     const Matrix gamma_S = ws.gates.gamma_S, grad_gamma_S = ws.gate_gradients.grad_gamma_S;
-    const auto add = [&](const ProductTerm& term) {
+    const auto add = [&](const ProductTerm& term, bool has_diagonal) {
         find_product_gradients(chunk, ws.residual_T, term);
+        if (!has_diagonal) clear_diagonal(term.grad_products, chunk.rows);
         add_product_terms(chunk, ws.vectors.k_T, ws.grad_k_T, term);
     };
-    add({ws.grad_o, 1, ws.qk, gamma_S.from(1, 0), grad_gamma_S.from(1, 0), ws.grad_qk, ws.attend_T, ws.qp_T,
-         ws.grad_q_T});
+    const Matrix q_T = ws.qp_T, p_T = ws.qp_T.from(0, chunk.rows);
+    const long probe = chunk.probe;
+    add({ws.grad_o, 1, ws.qk, gamma_S.from(1, 0), grad_gamma_S.from(1, 0), ws.grad_qk, ws.attend_T, q_T, ws.grad_q_T},
+        true);
     if (chunk.problem.has_erase)
-        add({ws.grad_target, -1, ws.pk, gamma_S, grad_gamma_S, ws.grad_pk, ws.erase_T, ws.qp_T.from(0, chunk.rows),
-             ws.grad_p_T});
+        add({ws.grad_target, -1, ws.pk, gamma_S.from(probe, 0), grad_gamma_S.from(probe, 0), ws.grad_pk, ws.erase_T,
+             p_T, ws.grad_p_T},
+            !chunk.problem.lookahead);
 }
 
 // (11) for one panel; also the gradients of abar_C, b_C and mbar_C (15), which are sums over the whole states.
@@ -299,7 +310,7 @@ MDN_FLATTEN void find_state_gradients(const BackwardChunk& chunk, Workspace& ws,
     const Prefetch this_S(before.S, chunk.K), next_M(before.M.from(0, kWidth), chunk.K);
     Vector abar_dots = zeros(), b_dots = zeros(), mbar_dots = zeros();
     if (chunk.problem.has_momentum) {
-        stack(gates.b + 1, gates.b);
+        stack(gates.b + 1, gates.b + chunk.probe);
         multiply(ws.qp_T, weighted, chunk.K, depth, [&](long i, const Vector& sum) {
             const Vector grad_S = load(gradient.S.row(i)), grad_M = load(gradient.M.row(i)), M0 = load(before.M.row(i));
             this_S.row(i);
@@ -308,7 +319,7 @@ MDN_FLATTEN void find_state_gradients(const BackwardChunk& chunk, Workspace& ws,
             store(gradient.M.row(i), grad_M * mbar_C - grad_S * b_C - sum);
         });
     }
-    stack(gates.abar + 1, gates.abar);
+    stack(gates.abar + 1, gates.abar + chunk.probe);
     multiply(ws.qp_T, weighted, chunk.K, depth, [&](long i, const Vector& sum) {
         const Vector grad_S = load(gradient.S.row(i));
         next_M.row(i);

@@ -62,6 +62,7 @@ struct Chunk {
     long rows;    // the same, rounded up to a multiple of 4: rows of the products
     long C;       // the same, rounded up to a multiple of 16: rows and columns of scratch matrices
     long K;       // key_dim, rounded up to a multiple of 16
+    long probe;   // row of the coefficients that p of the first token reads: 0, before it, or 1 with look-ahead (22)
 
     Chunk(const Unit& unit, long index)
         : unit(unit),
@@ -70,7 +71,8 @@ struct Chunk {
           tokens(std::min<long>(problem.chunk_size, unit.tokens - first)),
           rows(round_up(tokens, 4)),
           C(round_up(tokens)),
-          K(round_up(problem.key_dim)) {}
+          K(round_up(problem.key_dim)),
+          probe(problem.lookahead ? 1 : 0) {}
 
     // Columns that the panel at `column` has of its 16.
     long width(long column) const { return std::min<long>(kWidth, unit.columns - column); }
@@ -102,7 +104,7 @@ struct Chunk {
 //
 // Every term is a product of numbers >= 0: nothing is divided or subtracted, so gates of exactly 0 are exact.
 struct Gates {
-    float *alpha, *mu, *beta, *eta;  // [C]
+    float *alpha, *mu, *beta, *eta, *direct;  // [C]
     float *abar, *b, *mbar;          // [C + 1]
     Matrix gamma_S, gamma_M;         // [C + 1, C]; row r is written up to column columns_of_row(r)
     float *write_S, *write_M;        // [C]: the last rows of gamma_S and gamma_M
@@ -113,6 +115,7 @@ struct Gates {
           mu(arena.floats(C)),
           beta(arena.floats(C)),
           eta(arena.floats(C)),
+          direct(arena.floats(C)),
           abar(arena.floats(C + 1)),
           b(arena.floats(C + 1)),
           mbar(arena.floats(C + 1)),
@@ -128,6 +131,7 @@ struct Gates {
             mu[i] = !problem.has_momentum ? 0 : real ? std::exp(problem.log_mu[offset]) : 1;
             beta[i] = !real ? 0 : problem.beta != nullptr ? problem.beta[offset] : 1;
             eta[i] = !real ? 0 : problem.eta != nullptr ? problem.eta[offset] : 1;
+            direct[i] = real && problem.direct != nullptr ? problem.direct[offset] : 0;
         }
         find_start_weights(chunk);
         find_write_weights(chunk);
@@ -153,7 +157,8 @@ struct Gates {
         }
     }
 
-    // (4) gamma_M[i] = mu_i gamma_M[i - 1] + eta_i e_i,    (5) gamma_S[i] = alpha_i gamma_S[i - 1] + beta_i gamma_M[i]
+    // (4) gamma_M[i] = mu_i gamma_M[i - 1] + eta_i e_i
+    // (5) gamma_S[i] = alpha_i gamma_S[i - 1] + beta_i gamma_M[i] + direct_i e_i                                 (20)
     void find_write_weights(const Chunk& chunk) {
         fill_zeros(gamma_S.row(0), chunk.C);
         fill_zeros(gamma_M.row(0), chunk.C);
@@ -165,10 +170,11 @@ struct Gates {
             const auto advance = [&](long j, const Vector& new_write) {
                 const Vector M = mdn::load(gamma_M_before + j) * mu_i + new_write;
                 store(gamma_M_i + j, M);
-                store(gamma_S_i + j, mdn::load(gamma_S_before + j) * alpha_i + M * beta_i);
+                return mdn::load(gamma_S_before + j) * alpha_i + M * beta_i;
             };
-            for (long j = 0; j < last; j += kWidth) advance(j, zeros());
-            advance(last, unit_vector(i - last) * eta[i]);
+            for (long j = 0; j < last; j += kWidth) store(gamma_S_i + j, advance(j, zeros()));
+            const Vector e_i = unit_vector(i - last);
+            store(gamma_S_i + last, advance(last, e_i * eta[i]) + e_i * direct[i]);
             if (last + kWidth < columns_of_row(chunk, i + 1)) {
                 store(gamma_M_i + last + kWidth, zeros());
                 store(gamma_S_i + last + kWidth, zeros());
@@ -233,7 +239,7 @@ struct TokenVectors {
 };
 
 // (6), (7): masked = (X K^T) * gamma, in the blocks of 16 x 16 on and below the diagonal; those above are not written.
-// `gamma` is gamma_S from its row 0 for erase (X = P) and from its row 1 for attend (X = Q), [C, C]. The plain products
+// `gamma` is gamma_S from its row `probe` for erase (X = P) and from its row 1 for attend (X = Q), [C, C]. The products
 // X K^T, [C, C], are left in `products`. Their sums over K are added up from shorter ones, which halves a rounding
 // error that gamma_S would enlarge.
 inline void masked_product(const Chunk& chunk, const Matrix masked, const Matrix products, const Matrix x,

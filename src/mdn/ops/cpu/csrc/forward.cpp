@@ -41,7 +41,7 @@ template <class Element>
 void find_residual(const Chunk& chunk, const Workspace& ws, long column, bool state_is_zero) {
     const MdnProblem& problem = chunk.problem;
     const Matrix residual = ws.residual, p = ws.vectors.p;
-    const float *abar = ws.gates.abar, *b = ws.gates.b;
+    const float *abar = ws.gates.abar + chunk.probe, *b = ws.gates.b + chunk.probe;
     const States states = ws.states.panel(column);
     const Prefetch residual_rows = chunk.prefetch<float>(problem.residual, column);
     const Element* v = chunk.panel(static_cast<const Element*>(problem.v), column);
@@ -90,7 +90,7 @@ void forward_chunk(const Chunk& chunk, Workspace& ws, bool state_is_zero) {
     ws.vectors.load_k<Element>(chunk);
     ws.vectors.load_q_and_p<Element>(chunk, ws.gates);
     const Matrix k_T = ws.vectors.k_T, gamma_S = ws.gates.gamma_S;
-    if (problem.has_erase) masked_product(chunk, ws.erase, ws.products, ws.vectors.p, k_T, gamma_S);
+    if (problem.has_erase) masked_product(chunk, ws.erase, ws.products, ws.vectors.p, k_T, gamma_S.from(chunk.probe, 0));
     masked_product(chunk, ws.attend, ws.products, ws.vectors.q, k_T, gamma_S.from(1, 0));
     for (long column = 0; column < chunk.unit.columns; column += kWidth) {
         find_residual<Element>(chunk, ws, column, state_is_zero);

@@ -12,8 +12,8 @@ struct GateGradients {
     float* grad_write_M;        // [C]: of gamma_M only the last row is read directly, by M'
     float *grad_abar, *grad_b;  // [C + 1]
     float grad_mbar_C;          // of mbar only the last element is read directly, by M'
-    float *grad_log_alpha, *grad_log_mu, *grad_beta, *grad_eta;  // [C]: the results
-    float *adjoint_S, *adjoint_M;                                // [C]: of gamma_S[i] and gamma_M[i], on the way up
+    float *grad_log_alpha, *grad_log_mu, *grad_beta, *grad_eta, *grad_direct;  // [C]: the results
+    float *adjoint_S, *adjoint_M;  // [C]: of gamma_S[i] and gamma_M[i], on the way up
 
     GateGradients(Arena& arena, long C)
         : grad_gamma_S(arena.matrix(C + 1, C)),
@@ -24,6 +24,7 @@ struct GateGradients {
           grad_log_mu(arena.floats(C)),
           grad_beta(arena.floats(C)),
           grad_eta(arena.floats(C)),
+          grad_direct(arena.floats(C)),
           adjoint_S(arena.floats(C)),
           adjoint_M(arena.floats(C)) {}
 
@@ -39,7 +40,7 @@ struct GateGradients {
 
     // (16) adjoint_S[i] = grad_gamma_S[i] + alpha_{i+1} adjoint_S[i+1]
     //      adjoint_M[i] = grad_gamma_M[i] + beta_i adjoint_S[i] + mu_{i+1} adjoint_M[i+1]
-    //      grad_beta_i = adjoint_S[i] . gamma_M[i],   grad_eta_i = adjoint_M[i, i]
+    //      grad_beta_i = adjoint_S[i] . gamma_M[i],   grad_eta_i = adjoint_M[i, i],   grad_direct_i = adjoint_S[i, i]
     // (17) grad_log_alpha_i = alpha_i (adjoint_S[i] . gamma_S[i-1] + adjoint_abar[i] abar[i-1])
     //      grad_log_mu_i = mu_i adjoint_M[i] . gamma_M[i-1]
     // b and mbar are column 0 of gamma_S and gamma_M; adjoint_abar follows the same recurrence as adjoint_S.
@@ -50,11 +51,11 @@ struct GateGradients {
         float alpha_after = 0, mu_after = 1;  // nothing follows the last token
         for (long i = chunk.rows - 1; i >= 0; --i) {
             const float *gamma_S_before = gates.gamma_S.row(i), *gamma_M_before = gates.gamma_M.row(i);
-            const float *gamma_M_i = gates.gamma_M.row(i + 1), *direct = grad_gamma_S.row(i + 1);
+            const float *gamma_M_i = gates.gamma_M.row(i + 1), *grad_gamma_S_i = grad_gamma_S.row(i + 1);
             const float beta_i = gates.beta[i];
             Vector beta_dots = zeros(), mu_dots = zeros(), alpha_dots = zeros();
             for (long j = 0; j <= i; j += kWidth) {
-                const Vector of_S = load(direct + j) + load(adjoint_S + j) * alpha_after;
+                const Vector of_S = load(grad_gamma_S_i + j) + load(adjoint_S + j) * alpha_after;
                 const Vector of_M = load(adjoint_M + j) * mu_after + of_S * beta_i;
                 store(adjoint_S + j, of_S);
                 store(adjoint_M + j, of_M);
@@ -67,6 +68,7 @@ struct GateGradients {
             adjoint_mbar = beta_i * adjoint_b + mu_after * adjoint_mbar;
             grad_beta[i] = total(beta_dots) + adjoint_b * gates.mbar[i + 1];
             grad_eta[i] = adjoint_M[i];
+            grad_direct[i] = adjoint_S[i];
             grad_log_mu[i] = gates.mu[i] * (total(mu_dots) + adjoint_mbar * gates.mbar[i]);
             grad_log_alpha[i] =
                 gates.alpha[i] * (total(alpha_dots) + adjoint_b * gates.b[i] + adjoint_abar * gates.abar[i]);
@@ -86,6 +88,7 @@ struct GateGradients {
         write(problem.grad_log_mu, grad_log_mu);
         write(problem.grad_beta, grad_beta);
         write(problem.grad_eta, grad_eta);
+        write(problem.grad_direct, grad_direct);
     }
 };
 

@@ -25,6 +25,7 @@ struct MdnProblem {
     int64_t bfloat16;              // q, k, p, v, o and their gradients are bfloat16 instead of float32
     int64_t float32_key_gradient;  // grad_q, grad_k, grad_p are float32 [T, P, K] whatever the input is
     int64_t l2norm, p_times_alpha;
+    int64_t lookahead;     // the error is read at alpha S - beta mu M instead of S; p_times_alpha is 0 then
     int64_t has_momentum;  // 0: a first-order rule; mu = 0, there is no M and log_mu is not read
     int64_t has_erase;     // 0: p = 0, nothing is subtracted from v
     double scale;
@@ -33,6 +34,7 @@ struct MdnProblem {
     const void *q, *k, *p;                         // [T, H, K]; p may be null: then it is k
     const void* v;                                 // [T, HV, V]
     const float *log_alpha, *log_mu, *beta, *eta;  // [T, HV]; log_alpha, beta, eta may be null: alpha, beta, eta are 1
+    const float* direct;                           // [T, HV] or null: zeros
     const float *initial_S, *initial_M;            // [N, HV, K, V] or null: zeros
 
     void* o;                   // [T, HV, V]
@@ -44,6 +46,7 @@ struct MdnProblem {
     void *grad_q, *grad_k, *grad_p;                              // [T, P, K]; grad_p is null when p is
     void* grad_v;                                                // [T, HV, V]
     float *grad_log_alpha, *grad_log_mu, *grad_beta, *grad_eta;  // [T, P] or null: not requested
+    float* grad_direct;                                          // the same
     float *grad_initial_S, *grad_initial_M;                      // [N, HV, K, V] or null: not requested
 };
 
@@ -51,11 +54,12 @@ struct MdnProblem {
 // contiguous.
 struct MdnStep {
     int64_t batch, slot_count, key_heads, value_heads, key_dim, value_dim, threads;
-    int64_t bfloat16, l2norm, p_times_alpha, has_momentum, has_erase;
+    int64_t bfloat16, l2norm, p_times_alpha, lookahead, has_momentum, has_erase;
     double scale;
     const int64_t* slots;                          // [B] or null: slot b for row b
     const void *q, *k, *p, *v;                     // [B, H, K] (p may be null), [B, HV, V]
     const float *log_alpha, *log_mu, *beta, *eta;  // [B, HV]; null as above
+    const float* direct;                           // [B, HV] or null: zeros
     float *S, *M;                                  // [slots, HV, K, V]
     int64_t S_strides[3], M_strides[3];            // of slot, head and key row
     void* o;                                       // [B, HV, V]
