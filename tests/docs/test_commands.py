@@ -114,6 +114,8 @@ NOT_RUN = {
     "python -m mdn.analysis.figures": "writes docs/figures; compared in tests/analysis",
     "pytest tests/ops/triton": "part of this suite",
     "python setup.py build_ext --inplace": "part of the installation",
+    "mdn serve runs/demo --port 8000": "needs vLLM: tests/serving runs it",
+    "mdn serve runs/demo -- --max-num-seqs 64": "needs vLLM",
     "tests/sanitizers/run": "minutes of compilation: `make sanitize`",
 }
 

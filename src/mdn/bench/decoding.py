@@ -37,7 +37,7 @@ class DecodingSize:
     def configs(self, mixers: list[str]) -> dict[str, MomentumDeltaNetConfig]:
         """One config per mixer, all with as many parameters as the reference's model."""
         return equal_size_configs(
-            mixers,
+            {name: {"mixer": name} for name in mixers},
             REFERENCE,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,

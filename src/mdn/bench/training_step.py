@@ -42,7 +42,7 @@ class StepSize:
     def configs(self, mixers: Sequence[str]) -> dict[str, MomentumDeltaNetConfig]:
         """One config per mixer, all with as many parameters as attention's."""
         return equal_size_configs(
-            mixers,
+            {name: {"mixer": name} for name in mixers},
             BASELINE,
             hidden_size=self.hidden_size,
             num_hidden_layers=self.layers,

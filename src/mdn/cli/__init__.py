@@ -20,6 +20,7 @@ COMMANDS: dict[str, str | dict[str, str]] = {
     "demo": "mdn.cli.demo",
     "train": "mdn.cli.train",
     "generate": "mdn.cli.generate",
+    "serve": "mdn.cli.serve",
     "info": "mdn.cli.info",
     "convert": "mdn.cli.convert",
     "quantize": "mdn.cli.quantize",
@@ -32,6 +33,7 @@ COMMANDS: dict[str, str | dict[str, str]] = {
         "op": "mdn.cli.bench_op",
         "decode": "mdn.cli.bench_decode",
         "train": "mdn.cli.bench_train",
+        "serve": "mdn.cli.bench_serve",
         "kernels": "mdn.cli.bench_kernels",
     },
     "analyze": {
@@ -46,6 +48,7 @@ SUMMARIES = {
     "demo": "train a small model on the Python standard library and look at it",
     "train": "train a model from a recipe",
     "generate": "complete a prompt",
+    "serve": "serve a model over HTTP with vLLM",
     "info": "parameters, state size and FLOPs of a model or config",
     "convert": "convert an FLA or Hugging Face checkpoint",
     "quantize": "pack the weights of a model in 16, 8 or 4 bits",

@@ -85,7 +85,7 @@ def load_model(source: str | Path, dtype: str = "auto") -> Any:
     import mdn.models  # noqa: F401  (registers the architecture with the Auto classes)
 
     place = resolve_model(source)
-    import_plugins(filter(None, os.environ.get("MDN_PLUGINS", "").split(os.pathsep)))
+    import_plugins_of_environment()
     with _naming(source), _quiet():
         if Path(place).is_dir():
             read_json(Path(place) / "config.json")
@@ -126,6 +126,11 @@ def refuse_non_finite(model: Any, place: str | Path) -> None:
     for name, weights in itertools.chain(model.named_parameters(), packed):
         if not bool(torch.isfinite(weights).all()):
             raise ValueError(f"{place}: the weights {name} hold NaN or infinity; the model cannot be used")
+
+
+def import_plugins_of_environment() -> None:
+    """Those that MDN_PLUGINS lists, separated like paths."""
+    import_plugins(filter(None, os.environ.get("MDN_PLUGINS", "").split(os.pathsep)))
 
 
 def import_plugins(plugins: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdn.layers.cache_access import LayerState
-from mdn.layers.mixer import Mixer, StateShape
+from mdn.layers.mixer import Mixer, StateShape, Streams
 from mdn.layers.token_layout import TokenLayout
 
 if TYPE_CHECKING:
@@ -69,11 +69,15 @@ class Attention(Mixer):
             return {"hidden_size": config.hidden_size, "layer_idx": layer_idx, **options}
         return super().arguments_from(config, layer_idx)
 
-    def mix(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
-        heads = (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in heads)
+    def heads(self, hidden_states: Tensor, layout: TokenLayout) -> Streams:
+        """Queries ``[B, T, H, d]``, keys and values ``[B, T, HKV, d]``, rotated to their positions."""
+        projected = (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         cos, sin = layout.rotary(self.head_dim, self.rope_theta, hidden_states.device)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return Streams(rotate(q, cos, sin), rotate(k, cos, sin), v)
+
+    def mix(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
+        q, k, v = self.heads(hidden_states, layout)
         if layout.context_parallel is not None:
             o = self._attend_over_ranges(q, k, v, layout.context_parallel)
         elif state is not None:

@@ -20,6 +20,9 @@ from mdn.layers.token_layout import TokenLayout
 class LayerState:
     """The states of layer ``layer_idx`` for the sequences of one call (``layout``)."""
 
+    slots: Tensor | None = None
+    """int64 ``[B]``: where the rows of a decode step lie in the held tensors; None: row b is entry b"""
+
     def __init__(self, past_key_values: Any, layer_idx: int | None, layout: TokenLayout):
         if layer_idx is None:
             raise ValueError("a mixer needs layer_idx to use past_key_values, but it was built with layer_idx=None")

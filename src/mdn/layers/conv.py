@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CausalWindow(nn.Module):
-    """A map of every token and the W - 1 before it; a subclass has ``convolve`` and ``step``."""
+    """A map of every token and the W - 1 before it; a subclass has ``convolve`` and ``advance``."""
 
     channels: int
     width: int
@@ -31,9 +31,18 @@ class CausalWindow(nn.Module):
         """``[1 or B, W - 1 + T, C]`` to ``[1 or B, T, C]``: a valid convolution."""
         raise NotImplementedError
 
-    def step(self, x: Tensor, state: Tensor) -> Tensor:
+    def advance(self, x: Tensor, state: Tensor) -> Tensor:
         """One token ``[B, C]`` after ``state [B, C, W - 1]``, which advances in place."""
         raise NotImplementedError
+
+    def step(self, x: Tensor, state: Tensor, slots: Tensor | None = None) -> Tensor:
+        """The same; with ``slots`` (int64 ``[B]``) the state of row b is ``state[slots[b]]``."""
+        if slots is None:
+            return self.advance(x, state)
+        rows = state.index_select(0, slots)
+        y = self.advance(x, rows)
+        state.index_copy_(0, slots, rows)
+        return y
 
     def forward(
         self,
@@ -110,7 +119,7 @@ class ShortConvolution(CausalWindow):
         convolution = Convolution(settings, lambda x, weight, bias: definition(x, layout, state, False)[0])
         return convolution(x, self.weight, self.bias), None
 
-    def step(self, x: Tensor, state: Tensor) -> Tensor:
+    def advance(self, x: Tensor, state: Tensor) -> Tensor:
         if is_native(x, self.weight, state) and not torch.is_grad_enabled() and state.is_contiguous():
             return convolution_step(x.contiguous(), self.weight, self.bias, state, self.activation)
         window = torch.cat([state, x.to(state.dtype).unsqueeze(-1)], dim=-1)

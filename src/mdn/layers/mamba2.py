@@ -73,7 +73,7 @@ class Mamba2(Mixer):
         sizes = [self.inner_size, self.conv1d.channels, self.num_heads]
         z, streams, dt = self.in_proj(hidden_states).split(sizes, -1)
         if state is not None and state.is_decode_step():
-            streams = self.conv1d.step(streams[:, 0], state.held_conv(0))
+            streams = self.conv1d.step(streams[:, 0], state.held_conv(0), state.slots)
             inputs, skip = self._rule_inputs(streams, dt[:, 0])
             o = self.apply_step(first_order.simple_gla_step, inputs, state, scale=1.0) + skip
             o = o.unsqueeze(1)

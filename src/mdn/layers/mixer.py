@@ -199,7 +199,8 @@ class Mixer(nn.Module):
     def apply_step(self, rule: Rule, inputs: dict[str, Any], state: LayerState, **options: Any) -> Tensor:
         """o ``[B, HV, V]`` of one token per row; the held state is updated in place."""
         # The gates come from maps that cannot leave their range, so their values are not checked again.
-        o: Tensor = rule(**inputs, state=state.held_recurrent(0), backend=self.backend, check_gates=False, **options)
+        options |= {"state_indices": state.slots, "backend": self.backend, "check_gates": False}
+        o: Tensor = rule(**inputs, state=state.held_recurrent(0), **options)
         return o
 
     def reset_parameters(self) -> None:
@@ -327,7 +328,9 @@ class ProjectedMixer(Mixer):
         if not self.use_short_conv:
             return self._without_conv(q, k, v)
         streams = zip((q, k, v), self._convolutions())
-        return self._split_heads(*(conv.step(x, state.held_conv(i)) for i, (x, conv) in enumerate(streams)))
+        return self._split_heads(
+            *(conv.step(x, state.held_conv(i), state.slots) for i, (x, conv) in enumerate(streams))
+        )
 
     def _convolutions(self) -> tuple[ShortConvolution, ShortConvolution, ShortConvolution]:
         return self.q_conv1d, self.k_conv1d, self.v_conv1d

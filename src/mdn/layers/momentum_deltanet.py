@@ -240,7 +240,15 @@ class MomentumRule(nn.Module):
         # The gate map cannot leave its range, so the values need not be checked again.
         return rule(**arguments, backend=self.backend, check_gates=False, context_parallel=context_parallel)
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: tuple[Tensor, Tensor]) -> Tensor:
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Gates,
+        state: tuple[Tensor, Tensor],
+        state_indices: Tensor | None = None,
+    ) -> Tensor:
         """o ``[B, HV, V]`` of one token; (S, M) are updated in place. Token by token also in a model with blocks."""
         o: Tensor = ops.momentum_delta_step(
             q=q,
@@ -249,6 +257,7 @@ class MomentumRule(nn.Module):
             **gates._asdict(),
             p=None,
             state=state,
+            state_indices=state_indices,
             use_p_times_alpha=self.use_p_times_alpha,
             backend=self.backend,
             check_gates=False,
@@ -433,7 +442,7 @@ class MomentumDeltaNet(ProjectedMixer):
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, state: LayerState) -> Tensor:
         states = state.held_recurrent(0), state.held_recurrent(1)
-        return self.rule.step(self._corrected(q, k), k, v, self.gates(hidden_states), states)
+        return self.rule.step(self._corrected(q, k), k, v, self.gates(hidden_states), states, state.slots)
 
     def _corrected(self, q: Tensor, k: Tensor) -> Tensor:
         """q - d k, with d = exp(D_log) per key head."""

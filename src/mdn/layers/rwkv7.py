@@ -47,7 +47,7 @@ class TokenShift(CausalWindow):
     def convolve(self, extended: Tensor) -> Tensor:
         return extended[:, :-1] - extended[:, 1:]
 
-    def step(self, x: Tensor, state: Tensor) -> Tensor:
+    def advance(self, x: Tensor, state: Tensor) -> Tensor:
         shifted = (state[..., 0] - x.to(state.dtype)).to(x.dtype)
         state.copy_(x.unsqueeze(-1))
         return shifted
@@ -161,7 +161,8 @@ class RWKV7Attention(Mixer):
 
     def mix(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
         if state is not None and state.is_decode_step():
-            shifted = self.token_shift.step(hidden_states[:, 0], state.held_conv(TIME_MIXING_STATE)).unsqueeze(1)
+            held = state.held_conv(TIME_MIXING_STATE)
+            shifted = self.token_shift.step(hidden_states[:, 0], held, state.slots).unsqueeze(1)
             inputs, gate = self._rule_inputs(hidden_states, shifted, layout)
             token = {name: x[:, 0] for name, x in inputs.items()}
             o = self.apply_step(first_order.rwkv7_step, token, state).unsqueeze(1)
@@ -228,6 +229,10 @@ class ChannelMixing(nn.Module):
 
     def forward(self, x: Tensor, layout: TokenLayout, past_key_values: Any = None) -> Tensor:
         state = None if past_key_values is None else LayerState(past_key_values, self.layer_idx, layout)
+        return self.mix(x, layout, state)
+
+    def mix(self, x: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
+        """The computation, as in ``Mixer``; ``state`` is None when nothing is to be remembered."""
         mixed = x + self._shifted(x, layout, state) * self.x_k
         y: Tensor = self.value(F.relu(self.key(mixed)).square())
         return y
@@ -235,7 +240,7 @@ class ChannelMixing(nn.Module):
     def _shifted(self, x: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
         before = None if state is None else state.conv(CHANNEL_MIXING_STATE)
         if state is not None and before is not None and state.is_decode_step():
-            return self.token_shift.step(x[:, 0], before).unsqueeze(1)
+            return self.token_shift.step(x[:, 0], before, state.slots).unsqueeze(1)
         shifted: Tensor
         shifted, after = self.token_shift(x, layout, before, return_state=state is not None)
         if state is not None:

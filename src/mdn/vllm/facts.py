@@ -1,0 +1,63 @@
+"""What vLLM wants to know about a model before it is built, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.models.config import HybridAttentionMambaModelConfig
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+from mdn.models.config import LARGEST_SIZE
+
+
+class ArchitectureFacts(ModelArchConfigConvertorBase):
+    """The sizes of the attention layers, which in a hybrid differ from those of the recurrent ones."""
+
+    def get_total_num_attention_heads(self) -> int:
+        config = self.hf_config
+        return config.num_heads if config.attn is None else config.attn["num_heads"]
+
+    def get_total_num_kv_heads(self) -> int:
+        config = self.hf_config
+        return (config.num_kv_heads or config.num_heads) if config.attn is None else config.attn["num_kv_heads"]
+
+    def get_head_size(self) -> int:
+        return self.hf_config.hidden_size // self.get_total_num_attention_heads()
+
+    def derive_max_model_len_and_key(self) -> tuple[float, str | None]:
+        """The training context by default. ``--max-model-len`` may be longer: nothing in the model limits it."""
+        self.hf_config.model_max_length = LARGEST_SIZE  # where vLLM looks for what may be asked for at most
+        return self.hf_config.max_position_embeddings, "max_position_embeddings"
+
+
+class ServingRules(HybridAttentionMambaModelConfig):
+    """vLLM's rules for models with recurrent layers, after a look at what these models cannot do."""
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: Any) -> None:
+        for reason in unsupported(vllm_config):
+            raise ValueError(f"Momentum DeltaNet models in vLLM: {reason}")
+        super().verify_and_update_config(vllm_config)
+
+
+def unsupported(vllm_config: Any) -> list[str]:
+    """What this configuration asks for and cannot get."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    found = []
+    if vllm_config.speculative_config is not None:
+        found.append(
+            "speculative decoding is not supported, because a recurrent state cannot be taken back to an earlier "
+            "token; remove --speculative-config"
+        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            found.append(
+                f"{name}={size} is not supported: every worker holds the whole model; start one server per device"
+            )
+    if vllm_config.quant_config is not None:
+        found.append(f"quantization={vllm_config.model_config.quantization!r} is not supported; remove --quantization")
+    for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
+        if getattr(cache, name) not in ("auto", "float32"):
+            found.append(f"{name}={getattr(cache, name)!r} is not supported: recurrent states are float32; use auto")
+    return found
