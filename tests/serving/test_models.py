@@ -113,6 +113,12 @@ def test_what_is_not_supported_is_refused_with_the_reason(arguments, reason, tmp
         pass
 
 
+def test_packed_weights_are_refused(tmp_path, monkeypatch):
+    save_model(tmp_path).quantize("int8").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="packed weights"), engine(tmp_path, monkeypatch):
+        pass
+
+
 def test_a_checkpoint_without_a_tensor_is_refused(tmp_path, monkeypatch):
     from safetensors.torch import load_file, save_file
 

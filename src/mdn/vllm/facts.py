@@ -57,6 +57,9 @@ def unsupported(vllm_config: Any) -> list[str]:
             )
     if vllm_config.quant_config is not None:
         found.append(f"quantization={vllm_config.model_config.quantization!r} is not supported; remove --quantization")
+    weight_format = vllm_config.model_config.hf_config.weight_format
+    if weight_format is not None:
+        found.append(f"packed weights ({weight_format}) are for mdn generate; serve the model they were made from")
     for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
         if getattr(cache, name) not in ("auto", "float32"):
             found.append(f"{name}={getattr(cache, name)!r} is not supported: recurrent states are float32; use auto")
