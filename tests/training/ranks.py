@@ -1,9 +1,10 @@
 """Trains the tiny recipe on several forked processes that talk through gloo; see test_distributed.py.
 
-    PYTHONPATH=tests python tests/training/ranks.py ROOT NAME:STRATEGY:RANKS[:plain] NAME:copy:SOURCE ...
+    PYTHONPATH=tests python tests/training/ranks.py ROOT NAME:STRATEGY:RANKS[:plain|:killed] NAME:copy:SOURCE ...
 
-Every rank of every job writes ROOT/NAME-RANKS-<rank>.json. With `plain`, accelerate stays as it is and does not shard.
-NAME:copy:SOURCE makes NAME what the run SOURCE was at step 9.
+Every rank of every job writes ROOT/NAME-RANKS-<rank>.json. With `plain`, accelerate stays as it is and does not shard;
+with `killed`, the last rank dies at step 8. NAME:copy:SOURCE makes NAME what the run SOURCE was at its last checkpoint
+but one. Jobs with context or tensor parallelism train for 20 steps, others for 12.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -22,6 +24,19 @@ from accelerate.utils import DistributedType
 
 from mdn.training import checkpoints, run
 from training_support import tiny_recipe
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"strategy": "fsdp"},
+    "hsdp": {"strategy": "hsdp", "shard_size": 2},
+}
+MODEL_PARALLEL: dict[str, dict[str, Any]] = {
+    "context": {"context_parallel": 2},
+    "zigzag": {"context_parallel": 2, "context_layout": "zigzag"},
+    "context-fsdp": {"context_parallel": 2, "strategy": "fsdp"},
+    "context-hsdp": {"context_parallel": 2, "strategy": "hsdp", "shard_size": 2},
+}
+STRATEGIES |= MODEL_PARALLEL
 
 
 def pretend_gpus() -> None:
@@ -37,19 +52,21 @@ def pretend_gpus() -> None:
 
 
 def job_recipe(root: Path, name: str, strategy: str) -> Any:
-    sharding = {"ddp": {}, "fsdp": {"strategy": "fsdp"}, "hsdp": {"strategy": "hsdp", "shard_size": 2}}[strategy]
-    return tiny_recipe(root, name, distributed=sharding)
+    steps = 20 if strategy in MODEL_PARALLEL else 12
+    return tiny_recipe(root, name, distributed=STRATEGIES[strategy], training={"steps": steps})
 
 
-def child(root: Path, name: str, strategy: str, ranks: int, plain: bool, rank: int, port: int) -> None:
+def child(root: Path, name: str, strategy: str, ranks: int, how: str, rank: int, port: int) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), **place})
     torch.set_num_threads(1)
     run.plot_loss = run.plot_gates = lambda *_: None
-    if strategy != "ddp" and not plain:
+    if "strategy" in STRATEGIES[strategy] and how != "plain":
         pretend_gpus()
     report: dict[str, Any] = {}
     remember_groups(report)
+    if how == "killed" and rank == ranks - 1:
+        die_at_step(8)
     try:
         report["step"] = run.train(job_recipe(root, name, strategy)).step
     except ValueError as error:
@@ -72,16 +89,27 @@ def remember_groups(report: dict[str, Any]) -> None:
     run.RecipeTrainer._prepare_for_training = prepare
 
 
+def die_at_step(number: int) -> None:
+    original = run.RunFlow.on_step_end
+
+    def on_step_end(self: Any, args: Any, state: Any, *rest: Any, **named: Any) -> None:
+        if state.global_step == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, args, state, *rest, **named)
+
+    run.RunFlow.on_step_end = on_step_end
+
+
 def unfinished_copy(source: Path, target: Path) -> None:
-    """The run as it was at step 9."""
+    """The run as it was at its last checkpoint but one."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("summary.json"))
-    checkpoints.remove(target / "checkpoint-12")
+    checkpoints.remove(checkpoints.all_paths(target)[-1])
 
 
 def main(root: Path, jobs: list[str]) -> None:
     tiny_recipe(root)  # writes the corpus
     for job in jobs:
-        name, strategy, ranks, *plain = job.split(":")
+        name, strategy, ranks, *how = job.split(":")
         if strategy == "copy":
             unfinished_copy(root / ranks, root / name)
             continue
@@ -93,7 +121,7 @@ def main(root: Path, jobs: list[str]) -> None:
             process = os.fork()
             if process == 0:
                 try:
-                    child(root, name, strategy, int(ranks), bool(plain), rank, port)
+                    child(root, name, strategy, int(ranks), "".join(how), rank, port)
                 finally:
                     os._exit(1)
             children.append(process)

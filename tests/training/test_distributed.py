@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,27 +13,12 @@ from transformers import AutoModelForCausalLM
 from mdn.training import checkpoints, run
 from mdn.training.dataset import prepare_data
 from mdn.training.evaluate import evaluate
-from training_support import losses, tiny_recipe
+from ranks_support import numbers, report, run_jobs
+from training_support import tiny_recipe
 
-SCRIPT = Path(__file__).with_name("ranks.py")
 JOBS = ("ddp:ddp:2", "fsdp:fsdp:2", "refused:fsdp:2:plain", "hsdp:hsdp:4")
 COPIES = ("one-to-two:copy:run", "two-to-one:copy:ddp", "fsdp-two-to-four:copy:fsdp")
 RESUMES = ("one-to-two:ddp:2", "fsdp-two-to-four:fsdp:4")
-
-
-def run_jobs(root: Path, *jobs: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(root), *jobs]
-    output = subprocess.run(command, env=environment, timeout=400, capture_output=True, text=True)
-    assert output.returncode == 0, output.stderr
-
-
-def report(root: Path, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
-    return json.loads((root / f"{name}-{ranks}-{rank}.json").read_text())
-
-
-def numbers(root: Path, name: str) -> list[float]:
-    return [float.fromhex(value) for value in losses(root / name)]
 
 
 @pytest.fixture(scope="module")

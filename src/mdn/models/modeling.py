@@ -454,17 +454,20 @@ def make_readable(directory: Path) -> None:
         path.chmod(0o666 & ~umask)
 
 
-def refuse_sequence_parallelism() -> None:
+def refuse_sequence_parallelism(parallelism: Any = None) -> None:
     """accelerate's sequence and context parallelism cut every row over the ranks, where each recurrent state would
-    begin anew and attention see its own part only: the loss would look right and the gradients be wrong."""
+    begin anew and attention see its own part only: the loss would look right and the gradients be wrong.
+
+    ``parallelism`` is a ParallelismConfig, by default that of the running Accelerator.
+    """
     accelerate_state = sys.modules.get("accelerate.state")
-    if accelerate_state is None:
-        return
-    parallelism = accelerate_state.AcceleratorState._shared_state.get("parallelism_config")
+    if parallelism is None and accelerate_state is not None:
+        parallelism = accelerate_state.AcceleratorState._shared_state.get("parallelism_config")
     for name in ("sp_size", "cp_size"):
         if getattr(parallelism, name, 1) > 1:
             raise ValueError(
                 f"accelerate's ParallelismConfig({name}={getattr(parallelism, name)}) is not supported by this model: "
                 "its layers carry a state along the sequence, which would restart on every rank; "
-                f"train with {name}=1"
+                f"train with {name}=1 and use mdn.parallel.ContextParallelPlan (in a recipe "
+                "distributed.context_parallel)"
             )

@@ -73,7 +73,7 @@ class ContextParallelPlan:
                 f"cu_seqlens must cover at least one token for each of the {ranges} ranges of {self.ranks} ranks "
                 f"({layout}), got {documents.total} tokens"
             )
-        self.node = _node_size(self.ranks, ranks_per_node)
+        self.node = node_size(self.ranks, ranks_per_node)
         self.edges = [number * documents.total // ranges for number in range(ranges + 1)]
         starts = set(documents.offsets)
         self.continues = [edge not in starts for edge in self.edges]
@@ -306,7 +306,7 @@ class ContextParallelPlan:
                 dist.all_reduce(parameter.grad, group=self.group)
 
 
-def _node_size(ranks: int, wanted: int | None) -> int:
+def node_size(ranks: int, wanted: int | None) -> int:
     """Ranks that exchange their summaries directly: all of them up to 8, else the largest divisor up to 8."""
     if wanted is None:
         return max(size for size in range(1, min(ranks, LARGEST_NODE) + 1) if ranks % size == 0)

@@ -27,6 +27,7 @@ from torch import nn
 from mdn.common.loading import load
 from mdn.common.progress import progress
 from mdn.training.dataset import PackCollator, TokenStream
+from mdn.training.mesh import RankMesh
 from mdn.training.recipe import SampleSettings
 from mdn.training.tokenizer import Encoder
 
@@ -44,18 +45,25 @@ def _groups(stream: TokenStream, length: int) -> list[list[tuple[int, int]]]:
 
 @torch.no_grad()
 def _loss_of(
-    model: nn.Module, stream: TokenStream, group: list[tuple[int, int]], collator: PackCollator
+    model: nn.Module,
+    stream: TokenStream,
+    group: list[tuple[int, int]],
+    collator: PackCollator,
+    mesh: RankMesh | None,
 ) -> torch.Tensor:
-    """Sum of the negative log likelihoods of some windows, in nats, float64."""
+    """Sum of the negative log likelihoods of some windows (of this rank's tokens in them), in nats, float64."""
     rows = []
     for begin, end in group:
         ids, beginnings = stream.read(begin, end + 1)
         rows.append({"ids": ids, "beginnings": beginnings[beginnings < end - begin]})
     batch = collator(rows)
     device = next(model.parameters()).device
-    inputs = {key: batch[key].to(device) for key in ("input_ids", "cu_seqlens") if key in batch}
-    logits = model(**inputs, use_cache=False).logits.flatten(0, 1).float()
-    return F.cross_entropy(logits, batch["shift_labels"].flatten().to(device), reduction="none").double().sum()
+    batch = {key: value.to(device) for key, value in batch.items()}
+    labels, weight = batch.pop("shift_labels"), 1.0
+    if mesh is not None:
+        batch, labels, weight = mesh.local(batch | {"shift_labels": labels})
+    logits = model(**batch, use_cache=False).logits.flatten(0, 1).float()
+    return weight * F.cross_entropy(logits, labels.flatten(), reduction="none").double().sum()
 
 
 def evaluate(
@@ -65,10 +73,11 @@ def evaluate(
     reset_at_documents: bool,
     *,
     accelerator: Any = None,
+    mesh: RankMesh | None = None,
     show: bool = True,
 ) -> dict[str, float]:
     """`loss` (nats per token), `perplexity`, `bits_per_byte`, and what they were measured on. All ranks take part."""
-    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
+    rank, world = (0, 1) if mesh is None else (mesh.data_rank, mesh.shape.data)
     groups = _groups(stream, sequence_length)
     collator = PackCollator(reset_at_documents)
     was_training = model.training
@@ -78,16 +87,17 @@ def evaluate(
         # Every rank makes the same number of calls (a sharded model needs all of them); extra ones weigh nothing.
         rounds = range(rank, -(-len(groups) // world) * world, world)
         for number in progress(rounds, desc="held-out text", unit="pass", disable=not show, leave=False):
-            nats = _loss_of(model, stream, groups[number % len(groups)], collator).cpu()
+            nats = _loss_of(model, stream, groups[number % len(groups)], collator, mesh).cpu()
             total += nats if number < len(groups) else 0.0
     finally:
         model.train(was_training)
-    if world > 1:
+    if accelerator is not None and accelerator.num_processes > 1:
         device = next(model.parameters()).device
         # Split into two float32 parts: not every backend reduces float64.
         high = total.float()
         parts = torch.stack([high, (total - high.double()).float()]).to(device)
-        total = accelerator.reduce(parts, reduction="sum").double().sum().cpu()
+        copies = 1 if mesh is None else mesh.shape.tensor  # ranks that computed the same
+        total = accelerator.reduce(parts, reduction="sum").double().sum().cpu() / copies
     tokens = len(stream) - 1
     loss = total.item() / tokens
     return {

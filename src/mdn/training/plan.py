@@ -7,15 +7,22 @@ from dataclasses import dataclass
 import torch
 
 from mdn.models import MomentumDeltaNetForCausalLM
+from mdn.parallel.volume import layer_volume
 from mdn.training.build import meta_model, model_config
+from mdn.training.mesh import MeshShape, mesh_shape
 from mdn.training.recipe import Recipe, TokenizerSettings, TrainingSettings
 
 GPT2_VOCABULARY = 50257
+FEWEST_TOKENS = 4096
+"""tokens on a rank below which the exchange of context parallelism takes longer than the work it saves"""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one optimiser step of `rows` sequences is spread: ranks x accumulation x micro."""
+    """How one optimiser step of `rows` sequences is spread: ranks x accumulation x micro.
+
+    Ranks that share rows (context or tensor parallelism) count once.
+    """
 
     rows: int
     ranks: int
@@ -46,6 +53,11 @@ class Plan:
     tokens: int
     state_bytes: int
     activation_bytes: int
+    mesh: MeshShape
+    tokens_per_rank: int
+    """of one pass"""
+    exchanged_bytes: list[int]
+    """per layer and pass, forward and backward: what one rank receives from the others of its context group"""
     launch: str
 
     @property
@@ -94,15 +106,25 @@ def _saved_activations(model: MomentumDeltaNetForCausalLM, tokens: int, checkpoi
     return sum(size for _, size in storages.values()) + 3 * 4 * rows * model.config.vocab_size
 
 
+def _exchanged(
+    model: MomentumDeltaNetForCausalLM, recipe: Recipe, mesh: MeshShape, tokens: int, half: bool
+) -> list[int]:
+    layout = recipe.distributed.context_layout
+    mixers = (layer.attn for layer in model.model.layers)
+    volumes = [layer_volume(mixer, tokens, mesh.context, layout, 2 if half else 4) for mixer in mixers]
+    return [volume.total // mesh.tensor for volume in volumes]
+
+
 def make_plan(recipe: Recipe, recipe_name: str, overrides: list[str], nodes: int, devices: int) -> Plan:
     """`devices` per node. Raises the same ValueErrors as a run would."""
     ranks = nodes * devices
-    batch = plan_batch(recipe.training, ranks)
+    mesh = mesh_shape(recipe.distributed, ranks)
+    batch = plan_batch(recipe.training, mesh.data)
     config = model_config(recipe, vocabulary(recipe.tokenizer), 0)
     model = meta_model(config)
     parameters = model.num_parameters()
     shards = {"ddp": 1, "fsdp": ranks, "hsdp": recipe.distributed.shard_size or 1}[recipe.distributed.strategy]
-    tokens = batch.micro * recipe.training.sequence_length
+    tokens = batch.micro * recipe.training.sequence_length // mesh.context
     half = recipe.training.precision == "bfloat16"
     return Plan(
         parameters=parameters,
@@ -112,8 +134,30 @@ def make_plan(recipe: Recipe, recipe_name: str, overrides: list[str], nodes: int
         # weights, gradients and Adam's two averages, all float32
         state_bytes=16 * parameters // shards,
         activation_bytes=_saved_activations(model, tokens, recipe.training.gradient_checkpointing, half),
+        mesh=mesh,
+        tokens_per_rank=tokens,
+        exchanged_bytes=_exchanged(model, recipe, mesh, tokens, half),
         launch=launch_line(recipe_name, overrides, nodes, devices),
     )
+
+
+def _describe_mesh(plan: Plan) -> list[str]:
+    """The arrangement of the ranks and what context parallelism moves; nothing where rows are all that is split."""
+    if plan.mesh.context * plan.mesh.tensor == 1:
+        return []
+    lines = [f"mesh         {plan.mesh}; {plan.tokens_per_rank:,} tokens of a pass on each rank"]
+    if plan.mesh.context > 1:
+        step, largest = sum(plan.exchanged_bytes) * plan.batch.accumulation, max(plan.exchanged_bytes)
+        lines.append(
+            f"exchange     each rank receives up to {largest / 2**20:,.2f} MiB per layer and pass, "
+            f"{step / 2**20:,.1f} MiB per step"
+        )
+        if plan.tokens_per_rank < FEWEST_TOKENS:
+            lines.append(
+                f"warning      {plan.tokens_per_rank:,} tokens on a rank are too few for context parallelism to pay; "
+                f"use at least about {FEWEST_TOKENS:,}, that is a smaller distributed.context_parallel"
+            )
+    return lines
 
 
 def describe(recipe: Recipe, plan: Plan) -> str:
@@ -124,6 +168,7 @@ def describe(recipe: Recipe, plan: Plan) -> str:
             f"tokens       {plan.tokens:,} in {plan.steps:,} steps of {recipe.training.batch_tokens:,}",
             f"batch        {batch.rows} sequences of {length} = {batch.ranks} ranks x {batch.accumulation} passes "
             f"x {batch.micro}",
+            *_describe_mesh(plan),
             f"memory       about {plan.total_bytes / 1e9:.2f} GB a device: {plan.state_bytes / 1e9:.2f} for weights, "
             f"gradients and Adam, {plan.activation_bytes / 1e9:.2f} for the activations kept for the backward pass",
             f"output       {recipe.output_dir}",

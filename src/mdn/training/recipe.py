@@ -171,6 +171,11 @@ class DistributedSettings(Block):
 
     strategy: Literal["ddp", "fsdp", "hsdp"] = Field("ddp", description="fsdp and hsdp shard parameters (FSDP2)")
     shard_size: int | None = Field(None, ge=1, description="ranks that share one copy of the model, for hsdp")
+    context_parallel: int = Field(1, ge=1, le=2**16, description="ranks that share the tokens of a row")
+    context_layout: Literal["contiguous", "zigzag"] = Field(
+        "contiguous", description="zigzag balances the work of attention layers"
+    )
+    tensor_parallel: int = Field(1, ge=1, le=2**16, description="ranks that share the heads of a layer")
 
     @model_validator(mode="after")
     def _hsdp_has_a_shard_size(self) -> DistributedSettings:
@@ -206,6 +211,25 @@ class Recipe(Block):
     logging: LoggingSettings = LoggingSettings()  # type: ignore[call-arg]
     distributed: DistributedSettings = DistributedSettings()  # type: ignore[call-arg]
     sample: SampleSettings = SampleSettings()  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _parallelism_can_be_combined(self) -> Recipe:
+        settings = self.distributed
+        split = {"context_parallel": settings.context_parallel, "tensor_parallel": settings.tensor_parallel}
+        for name, ranks in split.items():
+            if ranks > 1 and self.training.compile:
+                raise ValueError(f"training.compile cannot be combined with distributed.{name}={ranks}")
+        if self.training.sequence_length < 2 * settings.context_parallel:
+            raise ValueError(
+                f"training.sequence_length must be at least 2 x distributed.context_parallel="
+                f"{settings.context_parallel}, got {self.training.sequence_length}"
+            )
+        if settings.tensor_parallel > 1 and settings.strategy != "ddp":
+            raise ValueError(
+                f"distributed.tensor_parallel={settings.tensor_parallel} needs distributed.strategy=ddp, got "
+                f"{settings.strategy}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _source_is_known(self) -> Recipe:

@@ -175,7 +175,13 @@ def _build_trainer(
         show = trainer.is_world_process_zero()
         reset = recipe.data.reset_at_documents
         return evaluate(
-            trainer.model, data.held_out, training.sequence_length, reset, accelerator=trainer.accelerator, show=show
+            trainer.model,
+            data.held_out,
+            training.sequence_length,
+            reset,
+            accelerator=trainer.accelerator,
+            mesh=trainer.mesh,
+            show=show,
         )
 
     ids, _ = data.held_out.read(0, min(len(data.held_out), training.sequence_length, PROBE_TOKENS))

@@ -21,15 +21,18 @@ from types import FrameType
 from typing import Any
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from safetensors import SafetensorError
 from torch import nn
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from mdn.common.errors import one_line
+from mdn.models.modeling import refuse_sequence_parallelism
 from mdn.training import checkpoints
 from mdn.training.checkpoints import Checkpoint
+from mdn.training.mesh import RankMesh, mesh_shape
 from mdn.training.monitor import NonFiniteError, explain
 from mdn.training.plan import plan_batch
 from mdn.training.recipe import Recipe, TrainingSettings
@@ -70,7 +73,7 @@ def _sharding(recipe: Recipe, ranks: int) -> dict[str, Any]:
 
 
 def training_arguments(recipe: Recipe, run_dir: Path, ranks: int) -> TrainingArguments:
-    training, plan = recipe.training, plan_batch(recipe.training, ranks)
+    training, plan = recipe.training, plan_batch(recipe.training, mesh_shape(recipe.distributed, ranks).data)
     on_cpu = not torch.cuda.is_available()
     sharded = recipe.distributed.strategy != "ddp"
     arguments = TrainingArguments(
@@ -186,9 +189,12 @@ class RecipeTrainer(Trainer):
         self._last_inputs: dict[str, Any] = {}
         self._staging = False
         self._decayed = decayed_parameters(model, recipe.training.decay_gates)
+        refuse_sequence_parallelism(arguments.parallelism_config)
         super().__init__(
             model=model, args=arguments, train_dataset=dataset, data_collator=collator, processing_class=tokenizer
         )
+        refuse_sequence_parallelism()
+        self.mesh = RankMesh(recipe.distributed, arguments.world_size, arguments.device.type)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
 
@@ -196,6 +202,22 @@ class RecipeTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SequentialSampler:
         return SequentialSampler(train_dataset or self.train_dataset)  # type: ignore[arg-type]
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The engine gives every rank rows of its own. Ranks that share rows are one to it here."""
+        if self.mesh.shape.data == self.args.world_size:
+            return super().get_train_dataloader()
+        loader: DataLoader = DataLoader(
+            self.train_dataset,  # type: ignore[arg-type]
+            batch_size=self._train_batch_size,
+            sampler=self._get_train_sampler(),
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        spread = {"num_processes": self.mesh.shape.data, "process_index": self.mesh.data_rank}
+        prepared: DataLoader = prepare_data_loader(loader, self.args.device, **spread, put_on_device=True)
+        return prepared
 
     # ---- groups of the optimiser
 
@@ -216,10 +238,20 @@ class RecipeTrainer(Trainer):
     # ---- the loss of a step, and the guard
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        if self.mesh.shape.context > 1:
+            inputs, labels, _ = self.mesh.local(self._prepare_inputs(inputs))
+            inputs["shift_labels"] = labels
         self._last_inputs = inputs
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.summed_loss = loss if self.summed_loss is None else self.summed_loss + loss
         return loss
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        """With context parallelism the loss is that of all tokens, and its gradient that of this rank's: gradients are
+        to be summed over the context, but data parallelism averages them over all ranks."""
+        loss: Any = super().compute_loss(*arguments, **options)
+        factor = self.mesh.shape.context
+        return loss if factor == 1 else loss + (factor - 1) * (loss - loss.detach())
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Called once per step, after clipping and before the optimiser: the last moment to refuse a bad gradient."""
