@@ -28,6 +28,7 @@ COMMANDS: dict[str, str | dict[str, str]] = {
     "mqar": "mdn.cli.mqar",
     "needle": "mdn.cli.needle",
     "ablate": "mdn.cli.ablate",
+    "study": "mdn.cli.study",
     "report": "mdn.cli.report",
     "bench": {
         "op": "mdn.cli.bench_op",
@@ -56,6 +57,7 @@ SUMMARIES = {
     "mqar": "run a grid of associative-recall experiments",
     "needle": "needle-in-a-haystack over length and depth",
     "ablate": "the paper's ablations at a small scale",
+    "study": "where momentum pays: resumable studies with confidence intervals",
     "report": "one self-contained page from run folders",
     "bench": "benchmarks, as ratios in one run",
     "analyze": "spectra, stability and state dynamics",

@@ -10,7 +10,9 @@ running, and two processes may work on one grid: a lock per cell makes the secon
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -34,6 +36,16 @@ class GridCell(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TimeLimit:
+    """Lets a cell begin only if it should be done by ``ends`` (``time.time()``); running cells are never cut short."""
+
+    ends: float
+
+    def allows(self, cell: GridCell) -> bool:
+        return time.time() + getattr(cell, "expected_seconds", 0.0) <= self.ends
+
+
 AnyCell = TypeVar("AnyCell", bound=GridCell)
 Job = Callable[[AnyCell], dict[str, Any]]
 
@@ -47,24 +59,40 @@ def finished(cells: Sequence[GridCell], out: Path) -> dict[str, dict[str, Any]]:
     return {cell.name: _read(cell, out) for cell in cells if cell_path(out, cell).is_file()}
 
 
-def run_grid(cells: Sequence[AnyCell], job: Job[AnyCell], out: Path, processes: int, label: str) -> dict[str, Any]:
-    """Results of all cells by name; runs those that are missing (``processes`` = 0: leaves them out)."""
+def run_grid(
+    cells: Sequence[AnyCell],
+    job: Job[AnyCell],
+    out: Path,
+    processes: int,
+    label: str,
+    limit: TimeLimit | None = None,
+) -> dict[str, Any]:
+    """Results of all cells by name; runs those that are missing (``processes`` = 0: leaves them out).
+
+    Cells that a ``limit`` does not let begin are left out.
+    """
     # Finished cells first: one with other settings is refused before hours of training, not after them.
     results = finished(cells, out)
     missing = [(cell,) for cell in cells if cell.name not in results] if processes else []
     with progress(total=len(cells), initial=len(results), desc=label, unit="cell", disable=not missing) as bar:
-        for name, result in completed(partial(run_cell, job=job, out=out), missing, processes) if missing else ():
-            results[name] = result
-            bar.set_postfix_str(name, refresh=False)
-            bar.update(1)
+        work = partial(run_cell, job=job, out=out, limit=limit)
+        for name, result in completed(work, missing, processes) if missing else ():
+            if result is not None:
+                results[name] = result
+                bar.set_postfix_str(name, refresh=False)
+                bar.update(1)
     return {cell.name: results[cell.name] for cell in cells if cell.name in results}
 
 
-def run_cell(cell: AnyCell, job: Job[AnyCell], out: Path) -> tuple[str, dict[str, Any]]:
-    """The cell's name and its result: read if it is on disk, else computed and written."""
+def run_cell(
+    cell: AnyCell, job: Job[AnyCell], out: Path, limit: TimeLimit | None = None
+) -> tuple[str, dict[str, Any] | None]:
+    """The cell's name and its result: read if it is on disk, else computed and written; None if it may not begin."""
     path = cell_path(out, cell)
     with exclusive_lock(path.with_name(f".{cell.name}.lock")):
         if not path.is_file():
+            if limit is not None and not limit.allows(cell):
+                return cell.name, None
             write_results(path, "cell", {"settings": cell.settings(), **job(cell)})
         return cell.name, _read(cell, out)
 

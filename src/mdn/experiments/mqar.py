@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from pydantic import Field, model_validator
+from torch import nn
 
 from mdn.common.errors import nearest
 from mdn.experiments.mqar_data import Examples, check_segment, generate
 from mdn.experiments.tiny_training import TinyTraining, labelled_accuracy, train_tiny
-from mdn.layers import MIXERS
+from mdn.layers import MIXERS, Mixer
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
 from mdn.training.recipe import PACKAGED, Block, apply_override, read_yaml, validate_as
 
@@ -227,10 +228,18 @@ def train_and_test(cell: MqarCell, save_to: Path | None = None) -> dict[str, Any
     }
 
 
-def state_numbers(model: MomentumDeltaNetForCausalLM) -> int:
-    """Numbers in the recurrent states of all layers for one sequence (for attention: per token)."""
-    shapes = [layer.attn.state_shapes() for layer in model.model.layers]
-    return sum(math.prod(shape) for layer in shapes for name, (shape, _) in layer.items() if name != "conv")
+def state_numbers(model: nn.Module) -> int:
+    """Numbers in the recurrent states of all mixers for one sequence (for attention: per token).
+
+    The M of a layer without momentum holds nothing and does not count.
+    """
+    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
+    return sum(
+        math.prod(shape)
+        for mixer in mixers
+        for name, (shape, _) in mixer.state_shapes().items()
+        if name != "conv" and not (name == "M" and getattr(mixer, "m_proj", None) is None)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- reading recipes

@@ -96,9 +96,13 @@ def train_tiny(
     training: TinyTraining,
     *,
     loss_of: Callable[[Any, Any], Tensor] = labelled_loss,
+    after_step: Callable[[int], None] | None = None,
     label: str = "",
 ) -> TinyOutcome:
-    """Trains ``model`` in place, one step per batch, and leaves it in evaluation mode."""
+    """Trains ``model`` in place, one step per batch, and leaves it in evaluation mode.
+
+    ``after_step(step)`` may look at the model between two steps; it leaves it in training mode.
+    """
     model.train()
     optimizer = make_optimizer(model, training)
     losses: list[tuple[int, float]] = []
@@ -118,6 +122,8 @@ def train_tiny(
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), training.clip)
         optimizer.step()
+        if after_step is not None:
+            after_step(step)
     bar.close()
     model.eval()
     return TinyOutcome(losses, diverged_at)

@@ -1,0 +1,72 @@
+"""The models that the studies compare: one name each, the same in every table, file name and figure.
+
+A contestant changes fields of a task's model. Contestants with the same ``columns`` have equal parameters up to their
+gates (2 % at the sizes used here). A model with momentum holds two matrices per head and a first-order one holds one,
+so that "MDN, V/2" has the state of the first-order rules, and "Comba, 2V" that of MDN; the tables give both counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mdn.common.errors import nearest
+from mdn.common.plots import COLOURS
+
+
+@dataclass(frozen=True)
+class Contestant:
+    name: str
+    """part of file names"""
+    label: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    """fields of the model's config that differ"""
+    columns: float = 1.0
+    """value columns of every head, relative to the task's model"""
+    colour: str = COLOURS[6]
+    cost: float = 1.0
+    """processor time of a step relative to MDN's, for estimates"""
+
+    def config_fields(self, model: dict[str, Any]) -> dict[str, Any]:
+        """``model`` with this contestant's changes."""
+        return model | self.fields | {"expand_v": model["expand_v"] * self.columns}
+
+
+_FIRST_ORDER = {"use_momentum": False}
+_NO_BOUNDS = {"bound_alpha": False, "bound_beta": False}
+# Heads of 32 in every task: Mamba2's state is then as large as MDN's two matrices.
+_MAMBA2 = {"mixer": "mamba2", "mixer_options": {"state_size": 32, "expand": 2}}
+
+CONTESTANTS = {
+    contestant.name: contestant
+    for contestant in (
+        Contestant("mdn", "MDN", colour=COLOURS[1]),
+        Contestant("mdn-half", "MDN, V/2", columns=0.5, colour=COLOURS[4]),
+        Contestant("mdn-negative", "MDN, beta up to 2", {"allow_neg_eigval": True}, colour=COLOURS[7]),
+        Contestant("mu0", "mu = 0", _FIRST_ORDER, colour=COLOURS[5]),
+        Contestant("mu0-free", "mu = 0, no bounds", _FIRST_ORDER | _NO_BOUNDS, colour=COLOURS[3]),
+        Contestant("comba", "Comba", {"mixer": "comba"}, colour=COLOURS[2]),
+        Contestant("comba-double", "Comba, 2V", {"mixer": "comba"}, columns=2.0, colour=COLOURS[8]),
+        Contestant("gdn-own", "GDN, its own layer", {"mixer": "gated_deltanet"}, colour=COLOURS[0]),
+        Contestant(
+            "gdn-negative",
+            "GDN, beta up to 2",
+            {"mixer": "gated_deltanet", "mixer_options": {"allow_neg_eigval": True}},
+            colour=COLOURS[9],
+        ),
+        Contestant("kda", "KDA", {"mixer": "kda"}, colour=COLOURS[3]),
+        Contestant("mamba2", "Mamba2", _MAMBA2, colour=COLOURS[4]),
+        Contestant("attention", "attention", {"mixer": "attention"}, colour=COLOURS[6]),
+        Contestant("no-correction", "no output correction", {"use_output_correction": False}, colour=COLOURS[0]),
+        Contestant("no-clamp", "no clamp of log mu", {"min_log_mu": None}, colour=COLOURS[2]),
+        Contestant("alpha-unbounded", "alpha_max = 1", {"bound_alpha": False}, colour=COLOURS[7]),
+        Contestant("beta-unbounded", "beta_max = 1", {"bound_beta": False}, colour=COLOURS[8]),
+        Contestant("eta-sigmoid", "eta = 2 sigmoid", {"eta_activation": "sigmoid"}, colour=COLOURS[9]),
+    )
+}
+
+
+def contestant(name: str) -> Contestant:
+    if name not in CONTESTANTS:
+        raise ValueError(f"no contestant {name!r}{nearest(name, CONTESTANTS)}; expected one of {list(CONTESTANTS)}")
+    return CONTESTANTS[name]

@@ -1,0 +1,149 @@
+"""What a study has found so far: a summary of its recorded cells, and tables and a figure of the summary.
+
+A number in a table is the mean over seeds ± half of its 95 % confidence interval (Student's t).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from mdn.common.plots import figure
+from mdn.common.results import Table, write_results
+from mdn.experiments.grid import finished
+from mdn.experiments.studies.contestants import CONTESTANTS
+from mdn.experiments.studies.statistics import mean_interval
+from mdn.experiments.studies.study import Metric, Study, StudyCell, Task
+
+Row = dict[str, Any]
+"""a contestant in a task: its facts, ``seeds``, and ``scores`` with a list over the seeds for every test"""
+
+
+def summarise(study: Study, out: Path) -> dict[str, Any]:
+    """Reads the recorded cells below ``out``."""
+    progress = study.progress(out)
+    spent = 0.0
+    tasks = []
+    for task in study.tasks:
+        tuning = finished(study.tuning_cells(task), out / study.name) if task.rates_from is None else {}
+        cells = study.reported_cells(task, out)
+        results = finished(cells, out / study.name)
+        spent += sum(result["processor_seconds"] for result in (*tuning.values(), *results.values()))
+        rows = [_row(name, task, cells, results) for name in task.contestants]
+        tasks.append(
+            {
+                "name": task.name,
+                "title": task.title,
+                "steps": task.steps,
+                "seeds": task.seeds,
+                "rates": task.rates,
+                "metric": vars(task.metric),
+                "baselines": next(iter(results.values()), {}).get("baselines", {}),
+                "rows": [row for row in rows if row["seeds"]],
+            }
+        )
+    return {
+        "study": study.name,
+        "question": study.question,
+        "cells": progress.cells,
+        "of": progress.of,
+        "processor_minutes": round(spent / 60, 1),
+        "tasks": tasks,
+    }
+
+
+def _row(name: str, task: Task, cells: list[StudyCell], results: dict[str, Any]) -> Row:
+    mine = [cell for cell in cells if cell.contestant.name == name and cell.name in results]
+    found = [results[cell.name] for cell in mine]
+    row: Row = {"contestant": name, "seeds": [cell.seed for cell in mine]}
+    if found:
+        row |= {
+            "learning_rate": mine[0].learning_rate,
+            "parameters": found[0]["parameters"],
+            "state_numbers": found[0]["state_numbers"],
+            "diverged": sum(result["diverged_at"] is not None for result in found),
+            "scores": {test: [result["scores"][test] for result in found] for test in found[0]["scores"]},
+            "curves": [result["curve"] for result in found] if task.checkpoints else [],
+        }
+    return row
+
+
+def write_summary(path: Path | str | None, content: dict[str, Any]) -> None:
+    write_results(path, "study", content | {"command": f"mdn study {content['study']}"})
+
+
+def seed_means(row: Row) -> list[float]:
+    """The mean over the tests, seed by seed."""
+    return [statistics.fmean(values) for values in zip(*row["scores"].values())]
+
+
+def label(row: Row) -> str:
+    return CONTESTANTS[row["contestant"]].label
+
+
+def metric_of(task: dict[str, Any]) -> Metric:
+    return Metric(**task["metric"])
+
+
+def with_interval(metric: Metric, values: list[float]) -> str:
+    mean, half = mean_interval(values)
+    return metric.shown(mean) if math.isinf(half) else f"{metric.shown(mean)} ± {metric.shown(half)}"
+
+
+def tables(content: dict[str, Any]) -> list[Table]:
+    """A table per task with recorded cells, best mean first."""
+    return [task_table(task) for task in content["tasks"] if task["rows"]]
+
+
+def task_table(task: dict[str, Any]) -> Table:
+    metric = metric_of(task)
+    tests = list(task["rows"][0]["scores"])
+    sign = -1 if metric.higher_is_better else 1
+    rows = []
+    for row in sorted(task["rows"], key=lambda row: sign * statistics.fmean(seed_means(row))):
+        means = seed_means(row)
+        facts = [label(row), f"{row['state_numbers']:,}", f"{row['parameters']:,}", f"{row['learning_rate']:g}"]
+        scores = [with_interval(metric, row["scores"][test]) for test in tests] if len(tests) > 1 else []
+        rows.append([*facts, *scores, with_interval(metric, means), ", ".join(map(metric.shown, means))])
+    for name, scores in task["baselines"].items():
+        each = [metric.shown(scores[test]) for test in tests] if len(tests) > 1 else []
+        rows.append([name, "–", "–", "–", *each, metric.shown(statistics.fmean(scores.values())), "–"])
+    header = ["model", "state", "parameters", "rate", *(tests if len(tests) > 1 else []), "mean", "by seed"]
+    return Table(f"{task['name']} ({task['title']}): {metric.name}", header, rows)
+
+
+def draw(content: dict[str, Any]) -> Any:
+    """A panel per task: every seed a point, the mean with its interval; gaps over the steps where there are curves."""
+    tasks = [task for task in content["tasks"] if task["rows"]]
+    tallest = max(len(task["rows"]) for task in tasks)
+    columns = min(2, len(tasks))
+    lines = -(-len(tasks) // columns)
+    size = (4.8 * columns + 0.4, lines * (0.27 * tallest + 1.0) + 0.3)
+    fig, axes = figure("", rows=lines, columns=columns, size=size)
+    panels = [axes] if len(tasks) == 1 else list(axes.flat)
+    for axis, task in zip(panels, tasks):
+        _draw_task(axis, task)
+    for axis in panels[len(tasks) :]:
+        axis.set_visible(False)
+    return fig
+
+
+def _draw_task(axis: Any, task: dict[str, Any]) -> None:
+    metric = metric_of(task)
+    for place, row in enumerate(task["rows"]):
+        means = [metric.factor * value for value in seed_means(row)]
+        colour = CONTESTANTS[row["contestant"]].colour
+        axis.plot(means, [place] * len(means), "o", color=colour, alpha=0.35, markersize=4)
+        mean, half = mean_interval(means)
+        axis.errorbar(
+            [mean], [place], xerr=None if math.isinf(half) else [half], fmt="D", color=colour, capsize=3, markersize=5
+        )
+    for number, scores in enumerate(task["baselines"].values()):
+        value = metric.factor * statistics.fmean(scores.values())
+        axis.axvline(value, color="#999999", linewidth=0.8, linestyle=("--", ":")[number % 2])
+    axis.set_yticks(range(len(task["rows"])), [label(row) for row in task["rows"]], fontsize=8)
+    axis.set_ylim(len(task["rows"]) - 0.5, -0.5)
+    arrow = "→ better" if metric.higher_is_better else "← better"
+    axis.set(title=task["name"], xlabel=f"{metric.name}  ({arrow})")

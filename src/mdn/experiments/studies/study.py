@@ -1,0 +1,331 @@
+"""A study: tasks, each with contestants and seeds, run as resumable grids (`mdn.experiments.grid`).
+
+A cell is one training run (task, contestant, learning rate, seed). The learning rate of every contestant is chosen on
+``TUNING_SEED``, which is not reported; then the seeds 0, 1, ... run with it. OUT/NAME/cells has the results of a study.
+A cell is deterministic: its seed decides the initial values and the data, and it runs on one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mdn.experiments.grid import TimeLimit, cell_path, finished, run_grid
+from mdn.experiments.mqar import state_numbers
+from mdn.experiments.studies.contestants import Contestant, contestant
+from mdn.experiments.tiny_training import TinyTraining, labelled_loss, train_tiny
+from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
+
+_TRAINING = {
+    name: value for name, value in vars(TinyTraining(1, 1.0)).items() if name not in ("steps", "learning_rate")
+}
+TUNING_SEED = 100
+TEST_SEED = 1_000_003  # every cell of a task is tested on the same examples
+
+# Two layers of 64 channels, two heads of 32: the model of every task but the language models.
+SMALL_MODEL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "head_dim": 32,
+    "expand_v": 1,
+    "use_mlp": False,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+    "use_cache": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    name: str
+    higher_is_better: bool
+    worst: float
+    """the score of a model whose loss stopped being finite"""
+    factor: float = 1.0
+    """of the numbers in tables and figures"""
+    digits: int = 3
+
+    def better(self, first: float, second: float) -> bool:
+        return first > second if self.higher_is_better else first < second
+
+    def shown(self, value: float) -> str:
+        return f"{self.factor * value:.{self.digits}f}"
+
+
+ACCURACY = Metric("accuracy, %", higher_is_better=True, worst=0.0, factor=100.0, digits=1)
+ERROR = Metric("squared error / power of the signal", higher_is_better=False, worst=1.0)
+BITS = Metric("held-out bits per byte", higher_is_better=False, worst=8.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """What is trained and tested. Subclasses say how."""
+
+    name: str
+    title: str
+    contestants: tuple[str, ...]
+    rates: tuple[float, ...]
+    """learning rates to choose from"""
+    rates_from: str | None = None
+    """the task of the same study whose choice is taken over"""
+    seeds: int = 5
+    seconds: float
+    """of MDN's cell on one quiet core, for estimates"""
+    steps: int
+    model: dict[str, Any]
+    tuning_steps: int | None = None
+    """a shorter run for the choice of the learning rate; None: as long as the others"""
+    checkpoints: tuple[int, ...] = ()
+    """numbers of steps after which the model is also tested"""
+    metric: ClassVar[Metric] = ACCURACY
+    _not_settings: ClassVar[tuple[str, ...]] = (
+        "name", "title", "contestants", "rates", "rates_from", "seeds", "seconds", "tuning_steps", "model"
+    )  # fmt: skip
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides a result, beside the contestant, the learning rate and the seed."""
+        own = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        return {name: value for name, value in own.items() if name not in self._not_settings} | _TRAINING
+
+    @abstractmethod
+    def build(self, fields: dict[str, Any]) -> nn.Module:
+        """A model with fresh values, from the fields of its config."""
+
+    @abstractmethod
+    def batches(self, seed: int, steps: int) -> Iterator[Any]: ...
+
+    @abstractmethod
+    def loss(self, model: Any, batch: Any) -> Tensor: ...
+
+    @abstractmethod
+    def test(self, model: Any) -> dict[str, float]:
+        """The score of every test, by the test's name."""
+
+    def baselines(self) -> dict[str, dict[str, float]]:
+        """Scores that need no training, by name."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """What a result depends on and no setting says, for the record."""
+        return {}
+
+
+class TokenTask(Task):
+    """Tokens in, tokens asked for at labelled positions."""
+
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    def build(self, fields: dict[str, Any]) -> nn.Module:
+        return MomentumDeltaNetForCausalLM(MomentumDeltaNetConfig(**fields, vocab_size=self.vocab_size()))
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        return labelled_loss(model, batch)
+
+
+# --------------------------------------------------------------------------------------------------------------- cells
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyCell:
+    task: Task = dataclasses.field(repr=False)
+    contestant: Contestant = dataclasses.field(repr=False)
+    learning_rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        task = re.sub(r"[^a-z0-9.]+", "-", self.task.name.lower())
+        return f"{task}-{self.contestant.name}-lr{self.learning_rate:g}-seed{self.seed}"
+
+    @property
+    def steps(self) -> int:
+        tuning = self.seed == TUNING_SEED and self.task.tuning_steps is not None
+        return int(self.task.tuning_steps or 0) if tuning else self.task.steps
+
+    @property
+    def expected_seconds(self) -> float:
+        return self.task.seconds * self.contestant.cost * self.steps / self.task.steps
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return self.contestant.config_fields(self.task.model)
+
+    def settings(self) -> dict[str, Any]:
+        own = {"task": self.task.name, "contestant": self.contestant.name, "model": self.fields}
+        return own | self.task.settings() | {
+            "steps": self.steps, "learning_rate": self.learning_rate, "seed": self.seed
+        }  # fmt: skip
+
+
+def train_study_cell(cell: StudyCell) -> dict[str, Any]:
+    """The result of a cell; one whose loss stopped being finite has the worst score everywhere."""
+    begin, worked = time.perf_counter(), time.process_time()
+    task = cell.task
+    torch.manual_seed(cell.seed)
+    model = task.build(cell.fields)
+    curve: list[dict[str, Any]] = []
+
+    def look(step: int) -> None:
+        if step + 1 in task.checkpoints:
+            model.eval()
+            curve.append({"steps": step + 1, "scores": task.test(model)})
+            model.train()
+
+    outcome = train_tiny(
+        model,
+        task.batches(cell.seed, cell.steps),
+        TinyTraining(cell.steps, cell.learning_rate),
+        loss_of=task.loss,
+        after_step=look,
+        label=cell.name,
+    )
+    scores = task.test(model)
+    if outcome.diverged_at is not None:
+        scores = dict.fromkeys(scores, task.metric.worst)
+    return {
+        "scores": scores,
+        "baselines": task.baselines(),
+        "curve": curve,
+        "losses": outcome.losses,
+        "diverged_at": outcome.diverged_at,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "state_numbers": state_numbers(model),
+        "seconds": round(time.perf_counter() - begin, 2),
+        "processor_seconds": round(time.process_time() - worked, 2),
+        "made with": _origin() | task.facts(),
+    }
+
+
+def _origin() -> dict[str, Any]:
+    """torch, the number of threads, and the commit of the source that runs, if it lies in a repository."""
+    here = str(Path(__file__).parent)
+    done = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "commit": done.stdout.strip() or None,
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- studies
+
+
+class Progress(NamedTuple):
+    """How much of a study is recorded."""
+
+    cells: int
+    of: int
+    seconds_left: float
+    """processor time that the rest is expected to take"""
+
+
+class Comparison(NamedTuple):
+    """Two contestants whose difference answers the study's question."""
+
+    first: str
+    second: str
+    what: str
+    """what is equal between them"""
+
+
+EQUAL_PARAMETERS = Comparison("mdn", "comba", "equal parameters")
+EQUAL_STATE = (
+    Comparison("mdn", "comba-double", "equal state (twice the value columns for Comba)"),
+    Comparison("mdn-half", "comba", "equal state (half the value columns for MDN)"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    name: str
+    question: str
+    tasks: tuple[Task, ...]
+    comparisons: tuple[Comparison, ...] = ()
+
+    def shortened(self) -> Study:
+        """The same with one seed, two contestants and a few steps: whether it runs, not what it finds."""
+        tasks = [
+            dataclasses.replace(
+                task,
+                contestants=task.contestants[:2],
+                rates=task.rates[:1],
+                seeds=1,
+                steps=4,
+                checkpoints=(2,) if task.checkpoints else (),
+                tuning_steps=None,
+            )
+            for task in self.tasks
+        ]
+        return dataclasses.replace(self, tasks=tuple(tasks))
+
+    def with_seeds(self, seeds: int) -> Study:
+        return dataclasses.replace(self, tasks=tuple(dataclasses.replace(task, seeds=seeds) for task in self.tasks))
+
+    def task(self, name: str) -> Task:
+        return next(task for task in self.tasks if task.name == name)
+
+    def tuning_cells(self, task: Task) -> list[StudyCell]:
+        tuned = task if task.rates_from is None else self.task(task.rates_from)
+        names = task.contestants
+        return [StudyCell(tuned, contestant(name), rate, TUNING_SEED) for name in names for rate in tuned.rates]
+
+    def reported_cells(self, task: Task, out: Path) -> list[StudyCell]:
+        """Seed by seed, of the contestants whose learning rate has been chosen."""
+        rates = self.chosen_rates(task, out)
+        return [
+            StudyCell(task, contestant(name), rate, seed) for seed in range(task.seeds) for name, rate in rates.items()
+        ]
+
+    def chosen_rates(self, task: Task, out: Path) -> dict[str, float]:
+        """By contestant, the learning rate with the best mean score on the tuning seed, once all have run."""
+        cells = self.tuning_cells(task)
+        results = finished(cells, out / self.name)
+        chosen: dict[str, float] = {}
+        for name in task.contestants:
+            mine = [cell for cell in cells if cell.contestant.name == name]
+            if all(cell.name in results for cell in mine):
+                sign = 1 if task.metric.higher_is_better else -1
+                best = max(mine, key=lambda cell: sign * mean_score(results[cell.name]))
+                chosen[name] = best.learning_rate
+        return chosen
+
+    def progress(self, out: Path) -> Progress:
+        """Reads the recorded cells; a contestant whose rate is not chosen yet still counts with all its seeds."""
+        done = total = 0
+        seconds = 0.0
+        for task in self.tasks:
+            reported = self.reported_cells(task, out)
+            tuning = self.tuning_cells(task) if task.rates_from is None else []
+            missing = [cell for cell in (*tuning, *reported) if not cell_path(out / self.name, cell).is_file()]
+            seconds += sum(cell.expected_seconds for cell in missing)
+            done += len(tuning) + len(reported) - len(missing)
+            total += len(tuning) + task.seeds * len(task.contestants)
+            known = {cell.contestant.name for cell in reported}
+            later = (contestant(name) for name in task.contestants if name not in known)
+            seconds += sum(task.seeds * task.seconds * entry.cost for entry in later)
+        return Progress(done, total, seconds)
+
+    def run(self, out: Path, processes: int, limit: TimeLimit | None = None) -> None:
+        """Task by task: first the learning rates, then the seeds."""
+        job: Callable[[StudyCell], dict[str, Any]] = train_study_cell
+        for task in self.tasks:
+            label = f"{self.name}, {task.name}"
+            run_grid(self.tuning_cells(task), job, out / self.name, processes, f"{label}: learning rates", limit)
+            run_grid(self.reported_cells(task, out), job, out / self.name, processes, f"{label}: seeds", limit)
+
+
+def mean_score(result: dict[str, Any]) -> float:
+    return sum(result["scores"].values()) / len(result["scores"])

@@ -1,0 +1,231 @@
+"""Studies: cells, the choice of the learning rate, resuming, statistics, summaries and the command."""
+
+import dataclasses
+import time
+
+import pytest
+import scipy.stats
+import torch
+
+from mdn.cli import main
+from mdn.common.results import read_results, write_results
+from mdn.experiments import grid
+from mdn.experiments.studies import oscillation, retrieval
+from mdn.experiments.studies.catalogue import STUDIES
+from mdn.experiments.studies.contestants import CONTESTANTS, contestant
+from mdn.experiments.studies.results import draw, seed_means, summarise, tables
+from mdn.experiments.studies.statistics import difference_interval, is_told_apart, mean_interval, t_quantile
+from mdn.experiments.studies.study import TUNING_SEED, Study, StudyCell, train_study_cell
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Cells run without workers; their names, in order."""
+    seen = []
+
+    def completed(job, jobs, processes):
+        for (cell,) in jobs:
+            seen.append(cell.name)
+            yield job(cell)
+
+    monkeypatch.setattr(grid, "completed", completed)
+    return seen
+
+
+def tiny(name="resonator", **changes):
+    """A study of one task, with runs of four steps."""
+    task = dataclasses.replace(
+        oscillation.STUDY.task(name), contestants=("mdn", "comba"), seeds=2, steps=4, examples=2, **changes
+    )
+    return Study("tiny", "Does it run?", (task,))
+
+
+def record(study, out, cell, value, **more):
+    """A recorded cell with the same score in every test."""
+    facts = {"parameters": 10, "state_numbers": 4, "diverged_at": None, "curve": [], "processor_seconds": 30.0}
+    result = {"settings": cell.settings(), "scores": {"1x": value, "2x": value}, "baselines": {}, **facts, **more}
+    write_results(grid.cell_path(out / study.name, cell), "cell", result)
+
+
+# --------------------------------------------------------------------------------------------------------- statistics
+
+
+def test_quantiles_are_students():
+    for degrees in (1, 2, 4, 9, 30):
+        assert t_quantile(degrees) == pytest.approx(scipy.stats.t.ppf(0.975, degrees), abs=1e-3)
+    assert t_quantile(1000) == pytest.approx(scipy.stats.t.ppf(0.975, 1000), rel=0.01)
+
+
+def test_the_interval_of_a_mean_is_scipys():
+    values = [0.1, 0.4, 0.2, 0.35, 0.15]
+    low, high = scipy.stats.t.interval(0.95, 4, loc=sum(values) / 5, scale=scipy.stats.sem(values))
+    found = mean_interval(values)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+    assert mean_interval([0.3]).half_width == float("inf")
+
+
+def test_two_models_are_told_apart_when_welchs_test_says_so():
+    level = [0.50, 0.55, 0.45, 0.52, 0.48]
+    near, far = [0.53, 0.60, 0.47, 0.50, 0.58], [0.70, 0.74, 0.66, 0.71, 0.69]
+    for other in (near, far):
+        p = scipy.stats.ttest_ind(level, other, equal_var=False).pvalue
+        assert is_told_apart(level, other) == (p < 0.05)
+    assert difference_interval(far, level).mean == pytest.approx(0.2)
+    assert not is_told_apart([0.1], [0.9])
+
+
+# ---------------------------------------------------------------------------------------------------------- the grids
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)
+def test_every_contestant_of_a_study_exists_and_every_cell_has_its_own_name(study):
+    cells = [cell for task in study.tasks if task.rates_from is None for cell in study.tuning_cells(task)]
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert all(task.seeds >= (2 if study.name == "language" else 5) for task in study.tasks)
+    assert all(TUNING_SEED not in range(task.seeds) for task in study.tasks)
+
+
+def test_half_the_columns_give_mdn_the_state_of_a_first_order_rule():
+    task = retrieval.STUDY.task("recall")
+    found = {}
+    for name in ("mdn", "mdn-half", "comba", "comba-double", "mu0"):
+        cell = StudyCell(dataclasses.replace(task, steps=1), contestant(name), 1e-3, 0)
+        found[name] = train_study_cell(dataclasses.replace(cell, task=_untested(cell.task)))
+    state = {name: result["state_numbers"] for name, result in found.items()}
+    assert state["mdn"] == state["comba-double"] == 2 * state["comba"]
+    assert state["mdn-half"] == state["comba"] == state["mu0"]
+    size = {name: result["parameters"] for name, result in found.items()}
+    assert size["comba"] == pytest.approx(size["mdn"], rel=0.02)
+    assert size["mu0"] == pytest.approx(size["mdn"], rel=0.02)
+
+
+def _untested(task):
+    class Untested(type(task)):
+        def test(self, model):
+            return {}
+
+    return Untested(**{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
+
+
+def test_a_cell_gives_the_same_result_again():
+    task = tiny().tasks[0]
+    first, again = (train_study_cell(StudyCell(task, contestant("mdn"), 1e-2, 3)) for _ in range(2))
+    other = train_study_cell(StudyCell(task, contestant("mdn"), 1e-2, 4))
+    assert first["scores"] == again["scores"] != other["scores"]
+    assert first["losses"] == again["losses"]
+    assert first["made with"]["torch"] == torch.__version__
+    assert first["made with"]["threads"] == torch.get_num_threads()
+
+
+def test_the_learning_rate_is_chosen_on_the_tuning_seed_alone(tmp_path):
+    study = tiny(rates=(1e-3, 1e-2))
+    (task,) = study.tasks
+    assert study.reported_cells(task, tmp_path) == []
+    for name, scores in {"mdn": (0.3, 0.2), "comba": (0.1, 0.4)}.items():
+        for rate, score in zip(task.rates, scores):
+            record(study, tmp_path, StudyCell(task, contestant(name), rate, TUNING_SEED), score)
+    # A reported seed that would have preferred the other rate changes nothing.
+    record(study, tmp_path, StudyCell(task, contestant("mdn"), 1e-3, 0), 0.0)
+    assert study.chosen_rates(task, tmp_path) == {"mdn": 1e-2, "comba": 1e-3}
+    cells = study.reported_cells(task, tmp_path)
+    assert [(cell.contestant.name, cell.learning_rate, cell.seed) for cell in cells] == [
+        ("mdn", 1e-2, 0), ("comba", 1e-3, 0), ("mdn", 1e-2, 1), ("comba", 1e-3, 1)
+    ]  # fmt: skip
+
+
+def test_a_study_runs_only_what_is_missing(tmp_path, in_this_process):
+    study = tiny(rates=(1e-2,))
+    study.run(tmp_path, 1)
+    assert len(in_this_process) == study.progress(tmp_path).cells == study.progress(tmp_path).of == 6
+    removed = study.reported_cells(study.tasks[0], tmp_path)[1]
+    grid.cell_path(tmp_path / "tiny", removed).unlink()
+    in_this_process.clear()
+    study.run(tmp_path, 1)
+    assert in_this_process == [removed.name]
+
+
+def test_a_time_limit_begins_no_cell_that_would_end_after_it(tmp_path, in_this_process):
+    study = tiny(rates=(1e-2,), seconds=60.0)
+    study.run(tmp_path, 1, grid.TimeLimit(time.time() + 30))
+    assert study.progress(tmp_path).cells == 0
+    assert study.progress(tmp_path).seconds_left == pytest.approx(6 * 60)
+    study.run(tmp_path, 1, grid.TimeLimit(time.time() + 600))
+    assert study.progress(tmp_path).cells == 6
+
+
+def test_a_longer_task_takes_over_the_rates_of_another(tmp_path):
+    short = tiny(rates=(1e-3, 1e-2)).tasks[0]
+    longer = dataclasses.replace(short, name="longer", steps=8, rates_from=short.name, contestants=("mdn",))
+    study = Study("two", "", (short, longer))
+    for rate, score in ((1e-3, 0.1), (1e-2, 0.2)):
+        record(study, tmp_path, StudyCell(short, contestant("mdn"), rate, TUNING_SEED), score)
+    cells = study.reported_cells(longer, tmp_path)
+    assert {(cell.name, cell.steps) for cell in cells} == {
+        ("longer-mdn-lr0.001-seed0", 8), ("longer-mdn-lr0.001-seed1", 8)
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- what was found
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Two contestants with two seeds: 0.1 and 0.3, 0.5 and 0.5."""
+    study = tiny(rates=(1e-2,))
+    (task,) = study.tasks
+    for name, scores in {"mdn": (0.1, 0.3), "comba": (0.5, 0.5)}.items():
+        for seed, score in ((TUNING_SEED, 0.9), *enumerate(scores)):
+            record(study, tmp_path, StudyCell(task, contestant(name), 1e-2, seed), score)
+    return summarise(study, tmp_path)
+
+
+def test_a_summary_holds_every_seed_and_leaves_the_tuning_seed_out(recorded):
+    (task,) = recorded["tasks"]
+    assert [seed_means(row) for row in task["rows"]] == [[0.1, 0.3], [0.5, 0.5]]
+    assert (recorded["cells"], recorded["of"]) == (6, 6)
+    assert recorded["processor_minutes"] == 3.0
+
+
+def test_a_table_gives_means_intervals_and_seeds_best_first(recorded):
+    (table,) = tables(recorded)
+    assert [row[0] for row in table.rows] == ["MDN", "Comba"]
+    assert table.rows[0][-2:] == ["0.200 ± 1.271", "0.100, 0.300"]
+    assert table.header == ["model", "state", "parameters", "rate", "1x", "2x", "mean", "by seed"]
+
+
+def test_a_figure_names_every_contestant(recorded):
+    fig = draw(recorded)
+    words = [text.get_text() for axis in fig.axes for text in axis.get_yticklabels()]
+    assert words == [CONTESTANTS["mdn"].label, CONTESTANTS["comba"].label]
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_runs_a_quick_study_and_reads_it_again(tmp_path, capsys, in_this_process):
+    out, summary = tmp_path / "out", tmp_path / "summary.json"
+    options = ["--quick", "--out", str(out), "--processes", "1"]
+    assert main(["study", "forecasting", *options, "--json", str(summary), "--plot", str(tmp_path / "f.png")]) == 0
+    shown = capsys.readouterr().out
+    assert "0 of 4 cells recorded" in shown
+    assert "4 of 4 cells recorded" in shown
+    assert "| autoregression |" in shown
+    assert read_results(summary, "study")["cells"] == 4
+    assert (tmp_path / "f.svg").is_file()
+    assert main(["study", "forecasting", *options, "--limit-minutes", "0"]) == 0
+    assert "4 of 4 cells recorded" in capsys.readouterr().out
+
+
+def test_the_list_names_every_study_and_trains_nothing(tmp_path, capsys):
+    assert main(["study", "--list", "--out", str(tmp_path)]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == list(STUDIES)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["oscilation"], "oscillation"), ([], "mdn study --list"), (["all", "--json", "x.json"], "one study")],
+)
+def test_wrong_arguments_are_refused_by_name(words, message, capsys):
+    assert main(["study", *words]) == 2
+    assert message in capsys.readouterr().err
