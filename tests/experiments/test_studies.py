@@ -153,6 +153,18 @@ def test_a_time_limit_begins_no_cell_that_would_end_after_it(tmp_path, in_this_p
     assert study.progress(tmp_path).cells == 6
 
 
+def test_a_part_of_a_study_has_the_cells_of_the_whole(tmp_path, in_this_process):
+    whole = tiny(rates=(1e-2,))
+    whole.only(["resonator"], ["comba"]).run(tmp_path, 1)
+    assert whole.progress(tmp_path).cells == 3
+    whole.run(tmp_path, 1)
+    assert [name.split("-")[1] for name in in_this_process] == ["comba"] * 3 + ["mdn"] * 3
+    with pytest.raises(ValueError, match="no task 'resonater' .*resonator"):
+        whole.only(["resonater"])
+    with pytest.raises(ValueError, match="no contestant 'mdnn'"):
+        whole.only([], ["mdnn"])
+
+
 def test_a_longer_task_takes_over_the_rates_of_another(tmp_path):
     short = tiny(rates=(1e-3, 1e-2)).tasks[0]
     longer = dataclasses.replace(short, name="longer", steps=8, rates_from=short.name, contestants=("mdn",))

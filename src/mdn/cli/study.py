@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mdn.cli.options import add_output_arguments, number, output_directory, positive_int
+from mdn.cli.options import add_output_arguments, names, number, output_directory, positive_int
 
 HELP = "where momentum pays: retrieval, oscillation, forecasting, state tracking, language and the ablation"
 EXAMPLE = "mdn study oscillation --processes 2 --limit-minutes 20"
@@ -17,6 +17,8 @@ RECORDED = Path("docs/experiments/data/studies")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study", nargs="?", help="the name of a study, or all")
     parser.add_argument("--list", action="store_true", help="the studies, how much of each is recorded, what is left")
+    parser.add_argument("--tasks", type=names, default=[], help="only these tasks of the study, with commas (all)")
+    parser.add_argument("--models", type=names, default=[], help="only these models, by name, with commas (all)")
     parser.add_argument("--seeds", type=positive_int, help="seeds 0, 1, ... of every model (5; language 2)")
     parser.add_argument("--quick", action="store_true", help="one seed, two models, four steps: only whether it runs")
     parser.add_argument(
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     if args.study in (None, "all") and (args.json or args.plot):
         raise ValueError("--json and --plot are for one study, got all")
     processes = processes_from(args.processes)
-    studies = choose_studies(args.study or "all")
+    studies = [study.only(args.tasks, args.models) for study in choose_studies(args.study or "all")]
     if args.quick:
         studies = [study.shortened() for study in studies]
     if args.seeds is not None:

@@ -12,13 +12,14 @@ import re
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mdn.common.errors import nearest
 from mdn.experiments.grid import TimeLimit, cell_path, finished, run_grid
 from mdn.experiments.mqar import state_numbers
 from mdn.experiments.studies.contestants import Contestant, contestant
@@ -273,6 +274,23 @@ class Study:
 
     def with_seeds(self, seeds: int) -> Study:
         return dataclasses.replace(self, tasks=tuple(dataclasses.replace(task, seeds=seeds) for task in self.tasks))
+
+    def only(self, tasks: Sequence[str] = (), contestants: Sequence[str] = ()) -> Study:
+        """A part of the study; nothing given means all. Results of a part are results of the whole."""
+        named = [entry.name for entry in self.tasks]
+        for name in tasks:
+            if name not in named:
+                raise ValueError(f"{self.name} has no task {name!r}{nearest(name, named)}; expected some of {named}")
+        for name in contestants:
+            contestant(name)
+        kept = [
+            dataclasses.replace(
+                entry, contestants=tuple(name for name in entry.contestants if not contestants or name in contestants)
+            )
+            for entry in self.tasks
+            if not tasks or entry.name in tasks
+        ]
+        return dataclasses.replace(self, tasks=tuple(kept))
 
     def task(self, name: str) -> Task:
         return next(task for task in self.tasks if task.name == name)
