@@ -79,6 +79,15 @@ SHORT = {
     "mdn ablate --rows full --seeds 1": ONE_MODEL,
     "mdn train runs/ablate/full-exact-seed0/recipe.yaml model.mixer=gated_deltanet "
     "output=runs/dynamics/gated_deltanet": "training.steps=2",
+    "mdn study --list": "",
+    "mdn study oscillation --limit-minutes 20": "--quick --limit-minutes 0",
+    "mdn study all": "--list",
+    "mdn study oscillation": "--list",
+    "mdn study forecasting": "--list",
+    "mdn study retrieval": "--list",
+    "mdn study state-tracking": "--list",
+    "mdn study language": "--list",
+    "mdn study ablation": "--list",
     "mdn analyze spectra": "--points 50",
     "mdn analyze spectra --model runs/ablate/full-exact-seed0/model --text argparse.py": "--points 50",
     "mdn analyze stability": "--heads 2 --steps 64 --windows 32",
@@ -112,6 +121,7 @@ NOT_RUN = {
         "writes the page; tests/ops/triton/test_availability.py compares its tables with the report"
     ),
     "python -m mdn.analysis.figures": "writes docs/figures; compared in tests/analysis",
+    "python -m mdn.experiments.studies.pages": "writes docs/experiments; compared in tests/experiments",
     "pytest tests/ops/triton": "part of this suite",
     "python setup.py build_ext --inplace": "part of the installation",
     "mdn serve runs/demo --port 8000": "needs vLLM: tests/serving runs it",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from pathlib import Path
 
 import pytest
 import scipy.stats
@@ -10,12 +11,14 @@ import torch
 from mdn.cli import main
 from mdn.common.results import read_results, write_results
 from mdn.experiments import grid
-from mdn.experiments.studies import oscillation, retrieval
+from mdn.experiments.studies import oscillation, pages, retrieval
 from mdn.experiments.studies.catalogue import STUDIES
 from mdn.experiments.studies.contestants import CONTESTANTS, contestant
-from mdn.experiments.studies.results import draw, seed_means, summarise, tables
+from mdn.experiments.studies.results import draw, seed_means, summarise, tables, write_summary
 from mdn.experiments.studies.statistics import difference_interval, is_told_apart, mean_interval, t_quantile
 from mdn.experiments.studies.study import TUNING_SEED, Study, StudyCell, train_study_cell
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -159,7 +162,7 @@ def test_a_part_of_a_study_has_the_cells_of_the_whole(tmp_path, in_this_process)
     assert whole.progress(tmp_path).cells == 3
     whole.run(tmp_path, 1)
     assert [name.split("-")[1] for name in in_this_process] == ["comba"] * 3 + ["mdn"] * 3
-    with pytest.raises(ValueError, match="no task 'resonater' .*resonator"):
+    with pytest.raises(ValueError, match="no task 'resonater'"):
         whole.only(["resonater"])
     with pytest.raises(ValueError, match="no contestant 'mdnn'"):
         whole.only([], ["mdnn"])
@@ -167,7 +170,7 @@ def test_a_part_of_a_study_has_the_cells_of_the_whole(tmp_path, in_this_process)
 
 def test_a_longer_task_takes_over_the_rates_of_another(tmp_path):
     short = tiny(rates=(1e-3, 1e-2)).tasks[0]
-    longer = dataclasses.replace(short, name="longer", steps=8, rates_from=short.name, contestants=("mdn",))
+    longer = dataclasses.replace(short, name="longer", steps=8, rates_from=short, contestants=("mdn",))
     study = Study("two", "", (short, longer))
     for rate, score in ((1e-3, 0.1), (1e-2, 0.2)):
         record(study, tmp_path, StudyCell(short, contestant("mdn"), rate, TUNING_SEED), score)
@@ -241,3 +244,43 @@ def test_the_list_names_every_study_and_trains_nothing(tmp_path, capsys):
 def test_wrong_arguments_are_refused_by_name(words, message, capsys):
     assert main(["study", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------- the pages
+
+
+def test_an_answer_names_who_is_better_and_what_is_missing():
+    row = {"parameters": 10, "state_numbers": 4, "learning_rate": 1e-2, "diverged": 0, "curves": []}
+    scores = {"mdn": [0.1, 0.12, 0.11], "comba": [0.4, 0.41, 0.39], "mdn-half": [0.4, 0.4]}
+    rows = [row | {"contestant": name, "seeds": [0, 1, 2], "scores": {"1x": found}} for name, found in scores.items()]
+    metric = vars(oscillation.STUDY.tasks[0].metric)
+    task = {"name": "resonator", "title": "", "seeds": 3, "metric": metric, "baselines": {}, "rows": rows}
+    content = {"study": "oscillation", "cells": 8, "of": 9, "processor_minutes": 1.0, "tasks": [task]}
+    words = " ".join(pages.answer(content).split())
+    assert "With equal parameters, MDN is better than Comba on resonator (0.110 and 0.400)." in words
+    assert "8 of 9 cells are recorded so far" in words
+    assert "MDN, V/2" not in words  # one of its seeds is missing
+    verdicts = {row[1]: row[-1] for row in pages.comparison_table(content).rows}
+    assert verdicts == {"MDN and Comba": "MDN is better", "MDN, V/2 and Comba": "seeds are missing"}
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)
+def test_the_summary_of_a_study_is_that_of_its_recorded_cells(study, tmp_path):
+    content = summarise(study, ROOT / pages.DATA / "studies")
+    kept = pages.summary_path(ROOT / pages.DATA, study.name)
+    if any(task["rows"] for task in content["tasks"]):
+        write_summary(tmp_path / "summary.json", content)
+        assert kept.read_text() == (tmp_path / "summary.json").read_text(), "make figures was not run"
+    else:
+        assert not kept.is_file()
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs/experiments.md", *sorted((ROOT / pages.PAGES).glob("*.md"))])
+def test_the_generated_parts_of_a_page_are_current(page):
+    text = page.read_text()
+    assert pages.updated(text, ROOT / pages.DATA) == text, "make figures was not run"
+
+
+def test_every_study_has_its_answer_on_a_page():
+    text = "".join(page.read_text() for page in (ROOT / pages.PAGES).glob("*.md"))
+    assert all(f"<!-- study {name} answer -->" in text for name in STUDIES)

@@ -67,35 +67,34 @@ class LanguageTask(TokenTask):
         return {"corpus bytes": _data().training.bytes, "held-out bytes": _data().held_out.bytes}
 
 
+FOUR_MILLION = LanguageTask(
+    name="4M tokens",
+    title="bytes of the Python standard library",
+    contestants=("mdn", "mu0", "mu0-free", "comba", "gdn-own", "kda", "mamba2", "attention"),
+    rates=(2e-3, 5e-3),
+    seeds=2,
+    seconds=600,
+    steps=4 * MILLION,
+    tuning_steps=MILLION // 2,
+    checkpoints=(MILLION // 4, MILLION // 2, MILLION, 2 * MILLION),
+    model=BYTE_MODEL,
+)
+TWELVE_MILLION = LanguageTask(
+    name="12M tokens",
+    title="three times as long",
+    contestants=("mdn", "mu0"),
+    rates=FOUR_MILLION.rates,
+    rates_from=FOUR_MILLION,
+    seeds=2,
+    seconds=1800,
+    steps=12 * MILLION,
+    checkpoints=(MILLION, 2 * MILLION, 4 * MILLION, 8 * MILLION),
+    model=BYTE_MODEL,
+)
 STUDY = Study(
     "language",
     "What does momentum do to a byte language model, and does the gap to mu = 0 last?",
-    (
-        LanguageTask(
-            name="4M tokens",
-            title="bytes of the Python standard library",
-            contestants=("mdn", "mu0", "mu0-free", "comba", "gdn-own", "kda", "mamba2", "attention"),
-            rates=(2e-3, 5e-3),
-            seeds=2,
-            seconds=600,
-            steps=4 * MILLION,
-            tuning_steps=MILLION // 2,
-            checkpoints=(MILLION // 4, MILLION // 2, MILLION, 2 * MILLION),
-            model=BYTE_MODEL,
-        ),
-        LanguageTask(
-            name="12M tokens",
-            title="three times as long",
-            contestants=("mdn", "mu0"),
-            rates=(2e-3, 5e-3),
-            rates_from="4M tokens",
-            seeds=2,
-            seconds=1800,
-            steps=12 * MILLION,
-            checkpoints=(MILLION, 2 * MILLION, 4 * MILLION, 8 * MILLION),
-            model=BYTE_MODEL,
-        ),
-    ),
+    (FOUR_MILLION, TWELVE_MILLION),
     (
         Comparison("mdn", "mu0", "equal parameters"),
         Comparison("mdn", "comba", "equal parameters"),

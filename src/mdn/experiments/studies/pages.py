@@ -6,8 +6,8 @@ the figure, and the blocks of the pages between
     <!-- study NAME WHAT -->
     <!-- end of study -->
 
-with WHAT one of: answer, comparisons, tables, cost ("all costs" is the table of all studies). Everything else in a page
-is written by hand.
+with WHAT one of: answer, figure, comparisons, tables, cost ("all costs" is the table of all studies). Everything else
+in a page is written by hand.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mdn.experiments.studies.results import (
     write_summary,
 )
 from mdn.experiments.studies.statistics import difference_interval, is_told_apart
-from mdn.experiments.studies.study import Comparison, Metric
+from mdn.experiments.studies.study import Comparison, Metric, StudySize
 
 DATA, PAGES = Path("docs/experiments/data"), Path("docs/experiments")
 BLOCK = re.compile(r"(<!-- study ([\w-]+) (\w+) -->\n).*?(<!-- end of study -->)", re.DOTALL)
@@ -130,13 +130,15 @@ def answer(content: dict[str, Any]) -> str:
 def cost(content: dict[str, Any]) -> str:
     minutes, cells = content["processor_minutes"], content["cells"]
     each = f", {60 * minutes / cells:.0f} seconds each on average" if cells else ""
-    return f"{cells} of {content['of']} cells are recorded: {minutes:.0f} processor minutes{each}."
+    return f"`mdn study {content['study']}`: {cells} of {content['of']} cells, {minutes:.0f} processor minutes{each}."
 
 
 def block(content: dict[str, Any], what: str) -> str:
     """The text of one generated block."""
     if what == "answer":
         return answer(content)
+    if what == "figure":
+        return f"![{content['study']}](../figures/{summary_path(Path(), content['study']).stem}.png)"
     if what == "comparisons":
         table = comparison_table(content)
         return str(table) if table.rows else "No comparison is recorded yet."
@@ -144,16 +146,16 @@ def block(content: dict[str, Any], what: str) -> str:
         return "\n\n".join(f"**{table.caption}**\n\n{_without_caption(table)}" for table in tables(content))
     if what == "cost":
         return cost(content)
-    raise ValueError(f"a study page has no generated part {what!r}; expected answer, comparisons, tables or cost")
+    raise ValueError(
+        f"a study page has no generated part {what!r}; expected answer, figure, comparisons, tables or cost"
+    )
 
 
 def costs() -> str:
     """How much there is to run, by the tasks' own estimates."""
-    rows = []
-    for study in STUDIES.values():
-        whole = study.progress(Path("nowhere"))
-        rows.append([study.name, f"{whole.of}", f"{whole.seconds_left / 7200:.1f}"])
-    rows.append(["all", f"{sum(int(row[1]) for row in rows)}", f"{sum(float(row[2]) for row in rows):.1f}"])
+    sizes = {study.name: study.whole() for study in STUDIES.values()}
+    sizes["all"] = StudySize(sum(size.cells for size in sizes.values()), sum(size.seconds for size in sizes.values()))
+    rows = [[name, f"{size.cells}", f"{size.seconds / 7200:.1f}"] for name, size in sizes.items()]
     return str(Table("", ["study", "cells", "hours on two quiet cores"], rows))
 
 
@@ -169,8 +171,9 @@ def updated(text: str, data: Path) -> str:
         if (name, what) == ("all", "costs"):
             return f"{begin}\n{costs()}\n\n{end}"
         path = summary_path(data, name)
-        content = block(read_results(path, "study"), what) if path.is_file() else "Nothing is recorded yet."
-        return f"{begin}\n{content}\n\n{end}"
+        if path.is_file():
+            return f"{begin}\n{block(read_results(path, 'study'), what)}\n\n{end}"
+        return f"{begin}\nNothing is recorded yet.\n\n{end}" if what == "answer" else f"{begin}{end}"
 
     return BLOCK.sub(fill, text)
 

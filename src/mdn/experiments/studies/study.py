@@ -79,8 +79,8 @@ class Task(ABC):
     contestants: tuple[str, ...]
     rates: tuple[float, ...]
     """learning rates to choose from"""
-    rates_from: str | None = None
-    """the task of the same study whose choice is taken over"""
+    rates_from: Task | None = None
+    """the task whose choice is taken over"""
     seeds: int = 5
     seconds: float
     """of MDN's cell on one quiet core, for estimates"""
@@ -224,6 +224,13 @@ def _origin() -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- studies
 
 
+class StudySize(NamedTuple):
+    """All cells of a study and the processor time that they are expected to take."""
+
+    cells: int
+    seconds: float
+
+
 class Progress(NamedTuple):
     """How much of a study is recorded."""
 
@@ -267,6 +274,7 @@ class Study:
                 steps=4,
                 checkpoints=(2,) if task.checkpoints else (),
                 tuning_steps=None,
+                rates_from=None,
             )
             for task in self.tasks
         ]
@@ -296,7 +304,7 @@ class Study:
         return next(task for task in self.tasks if task.name == name)
 
     def tuning_cells(self, task: Task) -> list[StudyCell]:
-        tuned = task if task.rates_from is None else self.task(task.rates_from)
+        tuned = task.rates_from or task
         names = task.contestants
         return [StudyCell(tuned, contestant(name), rate, TUNING_SEED) for name in names for rate in tuned.rates]
 
@@ -320,21 +328,22 @@ class Study:
                 chosen[name] = best.learning_rate
         return chosen
 
-    def progress(self, out: Path) -> Progress:
-        """Reads the recorded cells; a contestant whose rate is not chosen yet still counts with all its seeds."""
-        done = total = 0
-        seconds = 0.0
+    def whole(self) -> StudySize:
+        cells, seconds = 0, 0.0
         for task in self.tasks:
-            reported = self.reported_cells(task, out)
             tuning = self.tuning_cells(task) if task.rates_from is None else []
-            missing = [cell for cell in (*tuning, *reported) if not cell_path(out / self.name, cell).is_file()]
-            seconds += sum(cell.expected_seconds for cell in missing)
-            done += len(tuning) + len(reported) - len(missing)
-            total += len(tuning) + task.seeds * len(task.contestants)
-            known = {cell.contestant.name for cell in reported}
-            later = (contestant(name) for name in task.contestants if name not in known)
-            seconds += sum(task.seeds * task.seconds * entry.cost for entry in later)
-        return Progress(done, total, seconds)
+            cells += len(tuning) + task.seeds * len(task.contestants)
+            seconds += sum(cell.expected_seconds for cell in tuning)
+            seconds += task.seeds * task.seconds * sum(contestant(name).cost for name in task.contestants)
+        return StudySize(cells, seconds)
+
+    def progress(self, out: Path) -> Progress:
+        """Reads which cells are recorded."""
+        cells, seconds = self.whole()
+        done = [cell for task in self.tasks for cell in self.reported_cells(task, out)]
+        done += [cell for task in self.tasks if task.rates_from is None for cell in self.tuning_cells(task)]
+        done = [cell for cell in done if cell_path(out / self.name, cell).is_file()]
+        return Progress(len(done), cells, seconds - sum(cell.expected_seconds for cell in done))
 
     def run(self, out: Path, processes: int, limit: TimeLimit | None = None) -> None:
         """Task by task: first the learning rates, then the seeds."""
