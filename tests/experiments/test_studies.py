@@ -38,7 +38,7 @@ def in_this_process(monkeypatch):
 def tiny(name="resonator", **changes):
     """A study of one task, with runs of four steps."""
     task = dataclasses.replace(
-        oscillation.STUDY.task(name), contestants=("mdn", "comba"), seeds=2, steps=4, examples=2, **changes
+        oscillation.STUDY.task(name), contestants=("mdn", "gdn"), seeds=2, steps=4, examples=2, **changes
     )
     return Study("tiny", "Does it run?", (task,))
 
@@ -91,14 +91,14 @@ def test_every_contestant_of_a_study_exists_and_every_cell_has_its_own_name(stud
 def test_half_the_columns_give_mdn_the_state_of_a_first_order_rule():
     task = retrieval.STUDY.task("recall")
     found = {}
-    for name in ("mdn", "mdn-half", "comba", "comba-double", "mu0"):
+    for name in ("mdn", "mdn-half", "gdn", "gdn-double", "mu0"):
         cell = StudyCell(dataclasses.replace(task, steps=1), contestant(name), 1e-3, 0)
         found[name] = train_study_cell(dataclasses.replace(cell, task=_untested(cell.task)))
     state = {name: result["state_numbers"] for name, result in found.items()}
-    assert state["mdn"] == state["comba-double"] == 2 * state["comba"]
-    assert state["mdn-half"] == state["comba"] == state["mu0"]
+    assert state["mdn"] == state["gdn-double"] == 2 * state["gdn"]
+    assert state["mdn-half"] == state["gdn"] == state["mu0"]
     size = {name: result["parameters"] for name, result in found.items()}
-    assert size["comba"] == pytest.approx(size["mdn"], rel=0.02)
+    assert size["gdn"] == pytest.approx(size["mdn"], rel=0.02)
     assert size["mu0"] == pytest.approx(size["mdn"], rel=0.02)
 
 
@@ -124,15 +124,15 @@ def test_the_learning_rate_is_chosen_on_the_tuning_seed_alone(tmp_path):
     study = tiny(rates=(1e-3, 1e-2))
     (task,) = study.tasks
     assert study.reported_cells(task, tmp_path) == []
-    for name, scores in {"mdn": (0.3, 0.2), "comba": (0.1, 0.4)}.items():
+    for name, scores in {"mdn": (0.3, 0.2), "gdn": (0.1, 0.4)}.items():
         for rate, score in zip(task.rates, scores):
             record(study, tmp_path, StudyCell(task, contestant(name), rate, TUNING_SEED), score)
     # A reported seed that would have preferred the other rate changes nothing.
     record(study, tmp_path, StudyCell(task, contestant("mdn"), 1e-3, 0), 0.0)
-    assert study.chosen_rates(task, tmp_path) == {"mdn": 1e-2, "comba": 1e-3}
+    assert study.chosen_rates(task, tmp_path) == {"mdn": 1e-2, "gdn": 1e-3}
     cells = study.reported_cells(task, tmp_path)
     assert [(cell.contestant.name, cell.learning_rate, cell.seed) for cell in cells] == [
-        ("mdn", 1e-2, 0), ("comba", 1e-3, 0), ("mdn", 1e-2, 1), ("comba", 1e-3, 1)
+        ("mdn", 1e-2, 0), ("gdn", 1e-3, 0), ("mdn", 1e-2, 1), ("gdn", 1e-3, 1)
     ]  # fmt: skip
 
 
@@ -158,10 +158,10 @@ def test_a_time_limit_begins_no_cell_that_would_end_after_it(tmp_path, in_this_p
 
 def test_a_part_of_a_study_has_the_cells_of_the_whole(tmp_path, in_this_process):
     whole = tiny(rates=(1e-2,))
-    whole.only(["resonator"], ["comba"]).run(tmp_path, 1)
+    whole.only(["resonator"], ["gdn"]).run(tmp_path, 1)
     assert whole.progress(tmp_path).cells == 3
     whole.run(tmp_path, 1)
-    assert [name.split("-")[1] for name in in_this_process] == ["comba"] * 3 + ["mdn"] * 3
+    assert [name.split("-")[1] for name in in_this_process] == ["gdn"] * 3 + ["mdn"] * 3
     with pytest.raises(ValueError, match="no task 'resonater'"):
         whole.only(["resonater"])
     with pytest.raises(ValueError, match="no contestant 'mdnn'"):
@@ -188,7 +188,7 @@ def recorded(tmp_path):
     """Two contestants with two seeds: 0.1 and 0.3, 0.5 and 0.5."""
     study = tiny(rates=(1e-2,))
     (task,) = study.tasks
-    for name, scores in {"mdn": (0.1, 0.3), "comba": (0.5, 0.5)}.items():
+    for name, scores in {"mdn": (0.1, 0.3), "gdn": (0.5, 0.5)}.items():
         for seed, score in ((TUNING_SEED, 0.9), *enumerate(scores)):
             record(study, tmp_path, StudyCell(task, contestant(name), 1e-2, seed), score)
     return summarise(study, tmp_path)
@@ -203,7 +203,7 @@ def test_a_summary_holds_every_seed_and_leaves_the_tuning_seed_out(recorded):
 
 def test_a_table_gives_means_intervals_and_seeds_best_first(recorded):
     (table,) = tables(recorded)
-    assert [row[0] for row in table.rows] == ["MDN", "Comba"]
+    assert [row[0] for row in table.rows] == ["MDN", "GDN"]
     assert table.rows[0][-2:] == ["0.200 ± 1.271", "0.100, 0.300"]
     assert table.header == ["model", "state", "parameters", "rate", "1x", "2x", "mean", "by seed"]
 
@@ -211,7 +211,7 @@ def test_a_table_gives_means_intervals_and_seeds_best_first(recorded):
 def test_a_figure_names_every_contestant(recorded):
     fig = draw(recorded)
     words = [text.get_text() for axis in fig.axes for text in axis.get_yticklabels()]
-    assert words == [CONTESTANTS["mdn"].label, CONTESTANTS["comba"].label]
+    assert words == [CONTESTANTS["mdn"].label, CONTESTANTS["gdn"].label]
 
 
 # -------------------------------------------------------------------------------------------------------- the command
@@ -251,17 +251,17 @@ def test_wrong_arguments_are_refused_by_name(words, message, capsys):
 
 def test_an_answer_names_who_is_better_and_what_is_missing():
     row = {"parameters": 10, "state_numbers": 4, "learning_rate": 1e-2, "diverged": 0, "curves": []}
-    scores = {"mdn": [0.1, 0.12, 0.11], "comba": [0.4, 0.41, 0.39], "mdn-half": [0.4, 0.4]}
+    scores = {"mdn": [0.1, 0.12, 0.11], "gdn": [0.4, 0.41, 0.39], "mdn-half": [0.4, 0.4]}
     rows = [row | {"contestant": name, "seeds": [0, 1, 2], "scores": {"1x": found}} for name, found in scores.items()]
     metric = vars(oscillation.STUDY.tasks[0].metric)
     task = {"name": "resonator", "title": "", "seeds": 3, "metric": metric, "baselines": {}, "rows": rows}
     content = {"study": "oscillation", "cells": 8, "of": 9, "processor_minutes": 1.0, "tasks": [task]}
     words = " ".join(pages.answer(content).split())
-    assert "With equal parameters, MDN is better than Comba on resonator (0.110 and 0.400)." in words
+    assert "With equal parameters, MDN is better than GDN on resonator (0.110 and 0.400)." in words
     assert "8 of 9 cells are recorded so far" in words
     assert "MDN, V/2" not in words  # one of its seeds is missing
     verdicts = {row[1]: row[-1] for row in pages.comparison_table(content).rows}
-    assert verdicts == {"MDN and Comba": "MDN is better", "MDN, V/2 and Comba": "seeds are missing"}
+    assert verdicts == {"MDN and GDN": "MDN is better", "MDN, V/2 and GDN": "seeds are missing"}
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mdn.experiments.ablation import SMALL
 from mdn.experiments.studies.language import LanguageTask
-from mdn.experiments.studies.study import SMALL_MODEL, Comparison, Study
+from mdn.experiments.studies.study import EQUAL_PARAMETERS, SMALL_MODEL, Comparison, Study
 
 STUDY = Study(
     "ablation",
@@ -12,25 +12,30 @@ STUDY = Study(
     (
         LanguageTask(
             name="bytes",
-            title="0.8 million bytes of the Python standard library",
+            title="0.4 million bytes of the Python standard library",
             contestants=(
                 "mdn",
                 "mu0",
-                "mu0-free",
+                "gdn",
+                "gdn-bounds",
+                "mdn-fast",
+                "qhm",
+                "qhm-fast",
+                "nesterov",
                 "no-correction",
                 "no-clamp",
                 "alpha-unbounded",
                 "beta-unbounded",
                 "eta-sigmoid",
             ),
-            rates=(2e-3, 5e-3, 1e-2),
-            seconds=44,
-            steps=400,
+            rates=(5e-3, 1e-2),
+            seconds=22,
+            steps=200,
             model=SMALL_MODEL | SMALL | {"use_mlp": True, "tie_word_embeddings": False, "initializer_range": 0.02},
         ),
     ),
     (
         Comparison("mdn", "mu0", "equal parameters"),
-        Comparison("mdn", "mu0-free", "equal parameters"),
+        EQUAL_PARAMETERS,
     ),
 )

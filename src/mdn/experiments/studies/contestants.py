@@ -2,7 +2,7 @@
 
 A contestant changes fields of a task's model. Contestants with the same ``columns`` have equal parameters up to their
 gates (2 % at the sizes used here). A model with momentum holds two matrices per head and a first-order one holds one,
-so that "MDN, V/2" has the state of the first-order rules, and "Comba, 2V" that of MDN; the tables give both counts.
+so that "MDN, V/2" has the state of the first-order rules, and "GDN, 2V" that of MDN; the tables give both counts.
 """
 
 from __future__ import annotations
@@ -34,36 +34,41 @@ class Contestant:
 
 _FIRST_ORDER = {"use_momentum": False}
 _NO_BOUNDS = {"bound_alpha": False, "bound_beta": False}
+_GDN = _FIRST_ORDER | {"eta_activation": "one"}
+_QHM = {"momentum": "quasi_hyperbolic"}
+_FAST = {"mu_init": 10.0}
 # Heads of 32 in every task: Mamba2's state is then as large as MDN's two matrices.
 _MAMBA2 = {"mixer": "mamba2", "mixer_options": {"state_size": 32, "expand": 2}}
 
-CONTESTANTS = {
-    contestant.name: contestant
-    for contestant in (
-        Contestant("mdn", "MDN", colour=COLOURS[1]),
-        Contestant("mdn-half", "MDN, V/2", columns=0.5, colour=COLOURS[4]),
-        Contestant("mdn-negative", "MDN, beta up to 2", {"allow_neg_eigval": True}, colour=COLOURS[7]),
-        Contestant("mu0", "mu = 0", _FIRST_ORDER, colour=COLOURS[5]),
-        Contestant("mu0-free", "mu = 0, no bounds", _FIRST_ORDER | _NO_BOUNDS, colour=COLOURS[3]),
-        Contestant("comba", "Comba", {"mixer": "comba"}, colour=COLOURS[2]),
-        Contestant("comba-double", "Comba, 2V", {"mixer": "comba"}, columns=2.0, colour=COLOURS[8]),
-        Contestant("gdn-own", "GDN, its own layer", {"mixer": "gated_deltanet"}, colour=COLOURS[0]),
-        Contestant(
-            "gdn-negative",
-            "GDN, beta up to 2",
-            {"mixer": "gated_deltanet", "mixer_options": {"allow_neg_eigval": True}},
-            colour=COLOURS[9],
-        ),
-        Contestant("kda", "KDA", {"mixer": "kda"}, colour=COLOURS[3]),
-        Contestant("mamba2", "Mamba2", _MAMBA2, colour=COLOURS[4]),
-        Contestant("attention", "attention", {"mixer": "attention"}, colour=COLOURS[6]),
-        Contestant("no-correction", "no output correction", {"use_output_correction": False}, colour=COLOURS[0]),
-        Contestant("no-clamp", "no clamp of log mu", {"min_log_mu": None}, colour=COLOURS[2]),
-        Contestant("alpha-unbounded", "alpha_max = 1", {"bound_alpha": False}, colour=COLOURS[7]),
-        Contestant("beta-unbounded", "beta_max = 1", {"bound_beta": False}, colour=COLOURS[8]),
-        Contestant("eta-sigmoid", "eta = 2 sigmoid", {"eta_activation": "sigmoid"}, colour=COLOURS[9]),
-    )
-}
+_ALL = (
+    Contestant("mdn", "MDN", colour=COLOURS[1]),
+    Contestant("mdn-half", "MDN, V/2", columns=0.5, colour=COLOURS[4]),
+    # Gated DeltaNet's rule in MDN's layer: the same output gate and output correction, so that only the rule differs.
+    Contestant("gdn", "GDN", _GDN | _NO_BOUNDS, colour=COLOURS[0]),
+    Contestant("gdn-double", "GDN, 2V", _GDN | _NO_BOUNDS, columns=2.0, colour=COLOURS[5]),
+    Contestant("gdn-bounds", "GDN with bounds", _GDN, colour=COLOURS[2]),
+    Contestant("mu0", "mu = 0", _FIRST_ORDER, colour=COLOURS[3]),
+    # ---- other kinds of momentum and other initial values
+    Contestant("qhm", "quasi-hyperbolic", _QHM, colour=COLOURS[8]),
+    Contestant("nesterov", "Nesterov", {"momentum": "nesterov"}, colour=COLOURS[9]),
+    Contestant("mdn-fast", "MDN, mu 10 x faster", _FAST, colour=COLOURS[7]),
+    Contestant("qhm-fast", "quasi-hyperbolic, mu 10 x faster", _QHM | _FAST, colour=COLOURS[6]),
+    # ---- eigenvalues down to -1
+    Contestant("mdn-negative", "MDN, beta up to 2", {"allow_neg_eigval": True}, colour=COLOURS[7]),
+    Contestant("gdn-negative", "GDN, beta up to 2", _GDN | _NO_BOUNDS | {"allow_neg_eigval": True}, colour=COLOURS[9]),
+    # ---- other layers
+    Contestant("comba", "Comba", {"mixer": "comba"}, colour=COLOURS[2]),
+    Contestant("kda", "KDA", {"mixer": "kda"}, colour=COLOURS[3], cost=2.1),
+    Contestant("mamba2", "Mamba2", _MAMBA2, colour=COLOURS[4], cost=1.2),
+    Contestant("attention", "attention", {"mixer": "attention"}, colour=COLOURS[6]),
+    # ---- further rows of the ablation
+    Contestant("no-correction", "no output correction", {"use_output_correction": False}, colour=COLOURS[0]),
+    Contestant("no-clamp", "no clamp of log mu", {"min_log_mu": None}, colour=COLOURS[2]),
+    Contestant("alpha-unbounded", "alpha_max = 1", {"bound_alpha": False}, colour=COLOURS[7]),
+    Contestant("beta-unbounded", "beta_max = 1", {"bound_beta": False}, colour=COLOURS[8]),
+    Contestant("eta-sigmoid", "eta = 2 sigmoid", {"eta_activation": "sigmoid"}, colour=COLOURS[9]),
+)
+CONTESTANTS = {contestant.name: contestant for contestant in _ALL}
 
 
 def contestant(name: str) -> Contestant:

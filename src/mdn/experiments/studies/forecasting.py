@@ -103,7 +103,7 @@ STUDY = Study(
         ForecastTask(
             name="four series",
             title="ECG, sunspots, CO2 and El Nino; 1 and 16 steps ahead",
-            contestants=("mdn", "comba", "mdn-half", "comba-double", "mu0", "gdn-own"),
+            contestants=("mdn", "gdn", "mdn-half", "gdn-double", "qhm"),
             rates=(1e-3, 3e-3),
             seconds=16,
             steps=300,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from mdn.experiments.studies.study import BITS, SMALL_MODEL, Comparison, Metric, Study, TokenTask
+from mdn.experiments.studies.study import BITS, EQUAL_PARAMETERS, SMALL_MODEL, Comparison, Metric, Study, TokenTask
 from mdn.experiments.tiny_training import LabelledTokens
 from mdn.training.dataset import PackCollator, PackedSequences, PreparedData, prepare_data
 from mdn.training.evaluate import evaluate
@@ -70,23 +70,35 @@ class LanguageTask(TokenTask):
 FOUR_MILLION = LanguageTask(
     name="4M tokens",
     title="bytes of the Python standard library",
-    contestants=("mdn", "mu0", "mu0-free", "comba", "gdn-own", "kda", "mamba2", "attention"),
+    contestants=(
+        "mdn",
+        "mu0",
+        "gdn",
+        "qhm-fast",
+        "mdn-fast",
+        "qhm",
+        "gdn-bounds",
+        "comba",
+        "mamba2",
+        "attention",
+        "kda",
+    ),
     rates=(2e-3, 5e-3),
     seeds=2,
-    seconds=600,
+    seconds=470,
     steps=4 * MILLION,
-    tuning_steps=MILLION // 2,
+    tuning_steps=MILLION // 4,
     checkpoints=(MILLION // 4, MILLION // 2, MILLION, 2 * MILLION),
     model=BYTE_MODEL,
 )
 TWELVE_MILLION = LanguageTask(
     name="12M tokens",
     title="three times as long",
-    contestants=("mdn", "mu0"),
+    contestants=("mdn", "mu0", "qhm-fast"),
     rates=FOUR_MILLION.rates,
     rates_from=FOUR_MILLION,
     seeds=2,
-    seconds=1800,
+    seconds=1410,
     steps=12 * MILLION,
     checkpoints=(MILLION, 2 * MILLION, 4 * MILLION, 8 * MILLION),
     model=BYTE_MODEL,
@@ -97,6 +109,7 @@ STUDY = Study(
     (FOUR_MILLION, TWELVE_MILLION),
     (
         Comparison("mdn", "mu0", "equal parameters"),
-        Comparison("mdn", "comba", "equal parameters"),
+        EQUAL_PARAMETERS,
+        Comparison("qhm-fast", "mu0", "equal parameters"),
     ),
 )

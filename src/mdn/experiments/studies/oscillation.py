@@ -21,7 +21,7 @@ from mdn.experiments.studies.study import EQUAL_PARAMETERS, EQUAL_STATE, ERROR, 
 
 BATCH_TOKENS = 1024
 MULTIPLES = (1, 2, 4)
-CONTESTANTS = ("mdn", "comba", "mdn-half", "comba-double", "mu0", "mu0-free", "gdn-own", "mamba2")
+CONTESTANTS = ("mdn", "gdn", "mdn-half", "gdn-double", "qhm", "mu0", "comba", "mdn-fast", "qhm-fast", "mamba2")
 RATES = (3e-3, 1e-2)
 
 
@@ -71,7 +71,7 @@ STUDY = Study(
             title="impulses in, two damped oscillations out",
             contestants=CONTESTANTS,
             rates=RATES,
-            seconds=16,
+            seconds=14,
             steps=400,
             model=SERIES_MODEL,
             signal="resonator",
@@ -82,7 +82,7 @@ STUDY = Study(
             title=f"a damped sinusoid continued from {SEEN} tokens",
             contestants=CONTESTANTS,
             rates=RATES,
-            seconds=24,
+            seconds=20,
             steps=600,
             model=SERIES_MODEL,
             signal="continuation",

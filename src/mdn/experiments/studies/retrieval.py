@@ -16,8 +16,8 @@ from mdn.experiments.tiny_needle import NeedleSettings, Words, find_needles, tra
 from mdn.experiments.tiny_training import LabelledTokens, labelled_accuracy
 
 BATCH_TOKENS = 1024
-FULL = ("mdn", "comba", "mdn-half", "comba-double", "mu0", "mu0-free", "gdn-own", "kda")
-SHORT = ("mdn", "comba", "mdn-half", "comba-double")
+FULL = ("mdn", "gdn", "mdn-half", "gdn-double", "gdn-bounds", "mu0", "qhm", "qhm-fast")
+SHORT = ("mdn", "gdn", "mdn-half", "gdn-double")
 RATES = (3e-3, 1e-2)
 
 
@@ -106,7 +106,7 @@ STUDY = Study(
             title="MQAR",
             contestants=FULL,
             rates=RATES,
-            seconds=36,
+            seconds=34,
             steps=1200,
             model=SMALL_MODEL,
             recipe="quick",
@@ -116,7 +116,7 @@ STUDY = Study(
             title="MQAR, every key bound twice",
             contestants=FULL,
             rates=RATES,
-            seconds=24,
+            seconds=22,
             steps=800,
             model=SMALL_MODEL,
             recipe="rewrite",
@@ -126,7 +126,7 @@ STUDY = Study(
             title="the majority of five bindings",
             contestants=FULL,
             rates=RATES,
-            seconds=24,
+            seconds=22,
             steps=800,
             model=SMALL_MODEL,
         ),

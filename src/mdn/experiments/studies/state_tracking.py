@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from mdn.experiments.studies.groups import GROUPS, product_table, word_problem
-from mdn.experiments.studies.study import SMALL_MODEL, TEST_SEED, Comparison, Study, TokenTask
+from mdn.experiments.studies.study import EQUAL_PARAMETERS, SMALL_MODEL, TEST_SEED, Comparison, Study, TokenTask
 from mdn.experiments.tiny_training import IGNORED, LabelledTokens, labelled_accuracy
 
 BATCH_TOKENS = 1024
 TRAIN_LENGTHS = (8, 16, 32)
 MULTIPLES = (1, 2, 4)
-CONTESTANTS = ("mdn", "mdn-negative", "comba", "mu0-free", "gdn-negative", "mamba2", "attention")
+CONTESTANTS = ("mdn", "mdn-negative", "gdn", "gdn-negative", "mamba2", "attention")
 RATES = (3e-3, 1e-2)
 
 
@@ -76,13 +76,13 @@ STUDY = Study(
     "state-tracking",
     "Which rules can follow a state beyond the length of training?",
     (
-        _task("parity", "parity", 800, 30),
-        _task("mod 5", "addition modulo 5", 800, 30),
-        _task("S3", "permutations of three", 800, 30),
-        _task("A5", "even permutations of five", 800, 30),
+        _task("parity", "parity", 800, 25),
+        _task("mod 5", "addition modulo 5", 800, 25),
+        _task("S3", "permutations of three", 800, 25),
+        _task("A5", "even permutations of five", 800, 25),
     ),
     (
-        Comparison("mdn", "comba", "equal parameters"),
+        EQUAL_PARAMETERS,
         Comparison("mdn-negative", "gdn-negative", "equal parameters, negative eigenvalues allowed"),
     ),
 )

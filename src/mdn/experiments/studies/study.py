@@ -249,10 +249,10 @@ class Comparison(NamedTuple):
     """what is equal between them"""
 
 
-EQUAL_PARAMETERS = Comparison("mdn", "comba", "equal parameters")
+EQUAL_PARAMETERS = Comparison("mdn", "gdn", "equal parameters")
 EQUAL_STATE = (
-    Comparison("mdn", "comba-double", "equal state (twice the value columns for Comba)"),
-    Comparison("mdn-half", "comba", "equal state (half the value columns for MDN)"),
+    Comparison("mdn", "gdn-double", "equal state (twice the value columns for GDN)"),
+    Comparison("mdn-half", "gdn", "equal state (half the value columns for MDN)"),
 )
 
 
