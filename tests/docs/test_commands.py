@@ -131,11 +131,8 @@ NOT_RUN = {
 
 
 def in_short(line: str) -> list[str]:
-    """The arguments of `mdn`, with what SHORT adds: key=value before the first option, options at the end."""
-    given, added = shlex.split(line)[1:], shlex.split(SHORT[line])
-    first_option = next((place for place, word in enumerate(added) if word.startswith("--")), len(added))
-    where = next((place for place, word in enumerate(given) if word.startswith("--")), len(given))
-    return [*given[:where], *added[:first_option], *given[where:], *added[first_option:]]
+    """The arguments of `mdn`, followed by what SHORT adds."""
+    return shlex.split(line)[1:] + shlex.split(SHORT[line])
 
 
 @pytest.fixture(scope="module")

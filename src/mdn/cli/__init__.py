@@ -65,7 +65,23 @@ SUMMARIES = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors as one line like all others."""
+    """argparse, with its errors as one line like all others, and options and other words in any order.
+
+    argparse gives all positional arguments to the first run of words between options, so that it refuses
+    `mdn train demo --dry-run training.steps=3`. Its own remedy, parse_known_intermixed_args, cannot read
+    subcommands and calls parse_known_args, from where it is called here for the parser of one command.
+    """
+
+    _mixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._mixing or self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        self._mixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixing = False
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("argument -"):  # "argument --steps: must be ..." reads better as "--steps must be ..."

@@ -13,7 +13,7 @@ EXAMPLE = "mdn mqar recipes/mqar/quick.yaml --processes 2 seeds=[0,1,2] mixers=[
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a recipe file, or the name of a packaged one: quick, rewrite, paper")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="change a key of the recipe")
     parser.add_argument(
         "--out", type=output_directory, help="where results go; finished cells there are reused (runs/<name>)"
     )
