@@ -24,6 +24,7 @@ VARIANTS = [
         {**HEADS, "num_v_heads": 4, "use_short_conv": False, "use_gate": False},
     ),
     ("momentum_deltanet", {**HEADS, "use_momentum": False, "mode": "fused_recurrent"}),
+    ("momentum_deltanet", {**HEADS, "momentum": "quasi_hyperbolic"}),
     ("attention", {"num_heads": 4, "window_size": 5}),
     ("attention", {"num_heads": 4, "window_size": 1}),
     ("linear_attention", {"num_heads": 2, "feature_map": "elu", "do_feature_map_norm": True}),

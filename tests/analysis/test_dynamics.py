@@ -12,6 +12,7 @@ from mdn.analysis.eigenvalues import (
     inside_layer_bounds,
     pair_eigenvalues,
     quadrant_shares,
+    sample_pair,
     sampled_regions,
     spectral_radius,
     transition_matrix,
@@ -39,17 +40,19 @@ def small_model(mixer="momentum_deltanet", **fields):
     return MomentumDeltaNetForCausalLM(MomentumDeltaNetConfig(mixer=mixer, **sizes, **fields)).eval()
 
 
+@pytest.mark.parametrize("direct", [0.0, 0.3, 1.0, 1.7])
 @pytest.mark.parametrize("gates", GATES)
-def test_the_closed_form_gives_numpys_eigenvalues_of_the_full_transition(gates):
+def test_the_closed_form_gives_numpys_eigenvalues_of_the_full_transition(gates, direct):
     alpha, beta, mu, eta = gates
-    found = np.linalg.eigvals(transition_matrix(alpha, beta, mu, eta, unit_key()))
-    expected = [alpha] * 4 + [mu] * 4 + list(pair_eigenvalues(alpha, beta, mu, eta))
+    found = np.linalg.eigvals(transition_matrix(alpha, beta, mu, eta, unit_key(), direct))
+    expected = [alpha] * 4 + [mu] * 4 + list(pair_eigenvalues(alpha, beta, mu, eta, direct))
     # Double eigenvalues (alpha = mu = 1) are only known to the square root of the machine precision.
     np.testing.assert_allclose(np.sort_complex(np.poly(found)), np.sort_complex(np.poly(expected)), atol=1e-9)
 
 
+@pytest.mark.parametrize("direct", [0.0, 0.3])
 @pytest.mark.parametrize("gates", GATES)
-def test_the_transition_is_one_step_of_the_float64_recurrence_without_input(gates):
+def test_the_transition_is_one_step_of_the_float64_recurrence_without_input(gates, direct):
     alpha, beta, mu, eta = (torch.tensor(x, dtype=torch.float64).view(1, 1, 1) for x in gates)
     key = torch.tensor(unit_key())
     state = torch.randn(2, 1, 1, 5, 3, dtype=torch.float64)
@@ -57,10 +60,10 @@ def test_the_transition_is_one_step_of_the_float64_recurrence_without_input(gate
     k = key.view(1, 1, 1, 5)
     _, after = recurrent_momentum_delta_rule(
         *(k, k, zero, alpha.log(), mu.log(), None, beta, eta), initial_state=state, output_final_state=True,
-        use_qk_l2norm_in_kernel=False,
+        use_qk_l2norm_in_kernel=False, direct=torch.full_like(beta, direct),
     )  # fmt: skip
     stacked = torch.cat([state[0, 0, 0], state[1, 0, 0]]).numpy()
-    expected = transition_matrix(*gates, unit_key()) @ stacked
+    expected = transition_matrix(*gates, unit_key(), direct) @ stacked
     np.testing.assert_allclose(torch.cat([after[0, 0, 0], after[1, 0, 0]]).numpy(), expected, atol=1e-12)
 
 
@@ -91,7 +94,7 @@ def test_the_unit_disc_holds_exactly_when_alpha_beta_eta_is_small_enough():
 def test_the_layers_bounds_keep_the_right_half_plane_down_to_one_eighth_and_no_further():
     rng = np.random.default_rng(2)
     safe = inside_layer_bounds(rng, 20000, 0.125)
-    assert pair_eigenvalues(safe.alpha, safe.beta, safe.mu, safe.eta).real.min() >= 0
+    assert sample_pair(safe).real.min() >= 0
     assert spectral_radius(safe).max() <= 1
     worst = pair_eigenvalues(0.25, 0.75, 0.124, 2.0)
     assert worst.real.min() < 0
@@ -102,7 +105,7 @@ def test_the_layers_bounds_keep_the_right_half_plane_down_to_one_eighth_and_no_f
 def test_only_unconstrained_momentum_enters_the_left_half_plane_with_complex_values():
     shares = {}
     for name, gates in sampled_regions(4000).items():
-        shares[name] = quadrant_shares(pair_eigenvalues(gates.alpha, gates.beta, gates.mu, gates.eta))
+        shares[name] = quadrant_shares(sample_pair(gates))
         assert sum(shares[name].values()) == pytest.approx(1)
         assert shares[name]["1st quadrant"] == shares[name]["4th quadrant"]
     assert shares["unconstrained momentum"]["2nd quadrant"] > 0.005
@@ -110,11 +113,13 @@ def test_only_unconstrained_momentum_enters_the_left_half_plane_with_complex_val
         assert shares[name]["2nd quadrant"] == shares[name]["negative real"] == 0
         assert shares[name]["1st quadrant"] > 0.05
     assert shares["first order"]["1st quadrant"] == 0
+    assert shares["quasi-hyperbolic"]["2nd quadrant"] == 0
+    assert 0 < shares["quasi-hyperbolic"]["negative real"] < 0.05  # where more than 1 is written directly
 
 
 def test_products_over_windows_have_the_norm_of_the_multiplied_matrices():
     rng = np.random.default_rng(3)
-    gates = GateSample(*rng.uniform(0.2, 1.1, (4, 12, 2)))
+    gates = GateSample(*rng.uniform(0.2, 1.1, (5, 12, 2)))
     keys = rng.normal(size=(12, 2, 4))
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     growth = window_growth(gates, keys, 6)
@@ -123,15 +128,17 @@ def test_products_over_windows_have_the_norm_of_the_multiplied_matrices():
         for head in range(2):
             product = np.eye(8)
             for t in range(6 * window, 6 * window + 6):
-                step = (x[t, head] for x in (gates.alpha, gates.beta, gates.mu, gates.eta))
-                product = transition_matrix(*step, keys[t, head]) @ product
+                step = gates.map(lambda x, t=t, head=head: x[t, head])
+                product = (
+                    transition_matrix(step.alpha, step.beta, step.mu, step.eta, keys[t, head], step.direct) @ product
+                )
             assert growth[window, head] == pytest.approx(np.log10(np.linalg.norm(product, 2)), abs=1e-9)
     assert running_growth(gates, keys, 6)[0] == pytest.approx(growth[0])
 
 
 def test_growth_beyond_float64_is_still_measured():
     steps = 900
-    gates = GateSample(*(np.full((steps, 1), value) for value in (1.0, 0.0, 3.0, 0.0)))
+    gates = GateSample.of_paper(*(np.full((steps, 1), value) for value in (1.0, 0.0, 3.0, 0.0)))
     keys = np.tile(unit_key(3), (steps, 1, 1))
     assert running_growth(gates, keys, 900)[-1, 0] == pytest.approx(steps * math.log10(3), rel=1e-9)
 
@@ -144,6 +151,13 @@ def test_without_the_bound_on_alpha_products_of_stable_steps_grow_and_with_it_th
     assert full["whole"]["largest log10 norm"] < 2
 
 
+@pytest.mark.parametrize("kind", ["quasi-hyperbolic", "Nesterov"])
+def test_products_of_a_fresh_layer_with_a_direct_write_do_not_grow(kind):
+    found = analyse(initial_record(kind, 24, 512, 0), [64])
+    assert found["largest spectral radius"] <= 1 + 1e-9
+    assert found["whole"]["largest log10 norm"] < 2
+
+
 def test_recorded_gates_and_keys_are_those_of_the_layer():
     torch.manual_seed(1)
     layer = MomentumDeltaNet(32, 8, 2, num_v_heads=4, expand_v=1, layer_idx=0).eval()
@@ -152,6 +166,7 @@ def test_recorded_gates_and_keys_are_those_of_the_layer():
     gates = layer.gates(hidden)
     np.testing.assert_allclose(record.gates.mu, gates.log_mu.exp()[0].detach().numpy(), rtol=1e-6)
     np.testing.assert_allclose(record.gates.beta, gates.beta[0].detach().numpy(), rtol=1e-6)
+    assert not record.gates.direct.any()
     assert record.keys.shape == (7, 4, 8)
     np.testing.assert_allclose(np.linalg.norm(record.keys, axis=-1), 1, atol=1e-3)
     np.testing.assert_array_equal(record.keys[:, 0], record.keys[:, 1])

@@ -15,7 +15,7 @@ from mdn.cli import main
 from report_case import make_runs
 
 pytestmark = pytest.mark.slow
-NAMES = ("alpha", "beta", "mu", "eta")
+NAMES = ("alpha", "beta", "mu", "eta", "direct")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,9 @@ def test_the_page_loads_without_errors_and_without_any_request(page):
     assert page.evaluate("document.images[0].naturalWidth") > 100
 
 
-@pytest.mark.parametrize("gates", [(0.9, 0.3, 0.8, 1.0), (0.99, 0.5, 0.97, 1.5), (0.9, 1, 0.1, 2), (0.5, 0.2, 0, 1)])
+@pytest.mark.parametrize(
+    "gates", [(0.9, 0.3, 0.8, 1.0, 0), (0.99, 0.5, 0.97, 1.5, 0.1), (0.9, 1, 0.1, 2, 0), (0.5, 0.2, 0, 1, 1.5)]
+)
 def test_sliders_move_the_eigenvalues_to_where_the_closed_form_says(page, gates):
     expected = sorted((value.real, value.imag) for value in pair_eigenvalues(*set_sliders(page, gates)))
     np.testing.assert_allclose(drawn_eigenvalues(page), expected, atol=0.012)
@@ -70,7 +72,7 @@ def test_sliders_move_the_eigenvalues_to_where_the_closed_form_says(page, gates)
 
 
 def test_the_keyboard_alone_moves_a_slider_and_the_eigenvalues(page):
-    set_sliders(page, (0.9, 0.3, 0.8, 1.0))
+    set_sliders(page, (0.9, 0.3, 0.8, 1.0, 0))
     before = drawn_eigenvalues(page)
     page.evaluate("document.getElementById('alpha').focus()")
     page.press("Tab")
@@ -94,7 +96,7 @@ def test_every_control_is_reached_by_tabbing(page):
 
 
 def test_the_response_shows_the_impulse_response_of_the_closed_form(page):
-    set_sliders(page, (0.9, 0.3, 0.8, 1.0))
+    set_sliders(page, (0.9, 0.3, 0.8, 1.0, 0))
     drawn = page.evaluate("document.getElementById('response-same').getAttribute('d')")
     heights = [float(point.split()[1]) for point in drawn[1:].split("L")]
     top = float(page.evaluate("document.getElementById('response-top').textContent"))
@@ -111,7 +113,7 @@ def test_the_response_shows_the_impulse_response_of_the_closed_form(page):
 
 def test_it_opens_with_gates_that_the_layer_can_produce_and_a_verdict_that_says_so(page):
     page.evaluate("document.querySelector('button[data-gates]').click()")
-    alpha, beta, mu, _ = (float(page.evaluate(f"document.getElementById('{name}').value")) for name in NAMES)
+    alpha, beta, mu, *_ = (float(page.evaluate(f"document.getElementById('{name}').value")) for name in NAMES)
     assert alpha + beta <= 1
     assert mu >= np.exp(-2)
     assert page.evaluate("document.getElementById('layer-text').textContent").startswith("can produce these gates")
@@ -120,9 +122,12 @@ def test_it_opens_with_gates_that_the_layer_can_produce_and_a_verdict_that_says_
 @pytest.mark.parametrize(
     ("gates", "words"),
     [
-        ((0.9, 0.3, 0.8, 1), "cannot produce"),
-        ((0.5, 0.4, 0.1, 1), "only without its clamp"),
-        ((0.5, 0.4, 0, 1), "without momentum"),
+        ((0.9, 0.3, 0.8, 1, 0), "cannot produce"),
+        ((0.5, 0.4, 0.1, 1, 0), "only without its clamp"),
+        ((0.5, 0.4, 0, 1, 0), "without momentum"),
+        ((0.5, 0.3, 0.8, 1, 0.1), "with quasi-hyperbolic momentum"),
+        ((0.5, 0.3, 0.8, 1, 0.3), "cannot produce"),
+        ((0.1, 0.1, 0.8, 2, 1.2), "leaves the right half plane"),
     ],
 )
 def test_the_verdict_says_what_the_layer_cannot_produce(page, gates, words):

@@ -77,7 +77,7 @@ def test_every_control_has_a_label_and_every_link_a_target(page):
     assert len(ids) == len(set(ids))
     labelled = {attributes.get("for") for tag, attributes in found if tag == "label"}
     controls = [attributes["id"] for tag, attributes in found if tag == "input"]
-    assert sorted(controls) == ["alpha", "beta", "eta", "mu"]
+    assert sorted(controls) == ["alpha", "beta", "direct", "eta", "mu"]
     assert set(controls) <= labelled
     for tag, attributes in found:
         if tag == "a":
@@ -125,8 +125,11 @@ def first_preset(runs):
 def test_the_explorer_opens_with_the_mean_gates_of_a_trained_model_or_of_a_fresh_layer():
     outside = {"layer": 0, "alpha": 0.9, "beta": 0.4, "mu": 0.9, "eta": 1.0}  # an ablation without bounds
     trained = {"layer": 0, "alpha": 0.4, "beta": 0.34, "mu": 0.87, "eta": 1.01}
-    assert first_preset([training_run([1.0], [outside]), training_run([1.0], [trained])]) == [0.4, 0.34, 0.87, 1.01]
-    alpha, beta, mu, eta = first_preset([training_run([1.0])])
+    assert first_preset([training_run([1.0], [outside]), training_run([1.0], [trained])]) == [0.4, 0.34, 0.87, 1.01, 0]
+    with_direct = trained | {"beta": 0.2, "direct": 0.14}
+    assert first_preset([training_run([1.0], [with_direct])]) == [0.4, 0.2, 0.87, 1.01, 0.14]
+    alpha, beta, mu, eta, direct = first_preset([training_run([1.0])])
+    assert direct == 0
     assert alpha + beta <= 1
     assert mu >= math.exp(-2)
     assert 0 < eta < 2
@@ -157,26 +160,29 @@ def test_the_explorers_eigenvalues_are_those_of_the_full_transition():
     key /= np.linalg.norm(key)
     for _ in range(100):
         alpha, beta, mu = rng.uniform(0, 1, 3)
-        eta = rng.uniform(0, 2)
-        real1, imaginary1, real2, imaginary2 = pair_eigenvalues(alpha, beta, mu, eta)
+        eta, direct = rng.uniform(0, 2, 2)
+        real1, imaginary1, real2, imaginary2 = pair_eigenvalues(alpha, beta, mu, eta, direct)
         expected = [alpha, alpha, mu, mu, complex(real1, imaginary1), complex(real2, imaginary2)]
-        found = np.linalg.eigvals(transition_matrix(alpha, beta, mu, eta, key))
+        found = np.linalg.eigvals(transition_matrix(alpha, beta, mu, eta, key, direct))
         np.testing.assert_allclose(np.poly(found), np.poly(expected), atol=1e-12)
 
 
 @pytest.mark.parametrize("feedback", [0, 1])
 def test_the_explorers_response_is_the_float64_recurrence_after_one_write(feedback):
     _, step = explorer_functions()
-    gates = (0.95, 0.4, 0.85, 1.3)
+    gates = (0.95, 0.4, 0.85, 1.3, 0.2)
     steps = 12
     first, second = torch.eye(2, dtype=torch.float64)
     keys = torch.stack([first] + [first if feedback else second] * (steps - 1)).view(1, steps, 1, 2)
     values = torch.zeros(1, steps, 1, 1, dtype=torch.float64)
     values[0, 0] = 1
     queries = first.expand(1, steps, 1, 2)
-    alpha, beta, mu, eta = (torch.full((1, steps, 1), gate, dtype=torch.float64) for gate in gates)
+    alpha, beta, mu, eta, direct = (torch.full((1, steps, 1), gate, dtype=torch.float64) for gate in gates)
     expected, _ = recurrent_momentum_delta_rule(
-        *(queries, keys, values, alpha.log(), mu.log(), None, beta, eta), scale=1.0, use_qk_l2norm_in_kernel=False
+        *(queries, keys, values, alpha.log(), mu.log(), None, beta, eta),
+        scale=1.0,
+        use_qk_l2norm_in_kernel=False,
+        direct=direct,
     )
     weight = momentum = 0.0
     for t in range(steps):

@@ -164,6 +164,15 @@ def test_a_decode_step_updates_the_cached_tensors_in_place_and_allocates_no_new_
     assert len(before) == 2 + 3  # S, M and the convolutions of q, k, v
 
 
+def test_without_momentum_only_the_fast_weight_is_kept():
+    layer = make(use_momentum=False)
+    cache = cached(layer)
+    with torch.no_grad():
+        layer(torch.randn(2, 6, SIZES["hidden_size"], dtype=torch.float64), None, cache)
+    assert len(places(cache)) == 1 + 3
+    assert "M" not in layer.state_shapes()
+
+
 def test_packed_sequences_equal_separate_ones_forward_and_backward():
     layer = make()
     lengths = (5, 1, 0, 8)

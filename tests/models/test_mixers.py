@@ -29,6 +29,9 @@ def model(mixer: str, random: bool = True, **fields) -> MomentumDeltaNetForCausa
 RWKV7_BLOCKS = {"mlp": "rwkv7", "norm": "layernorm", "norm_embeddings": True}
 VARIANTS = [
     *((name, {"attn": {"layers": [0, 2], "num_heads": 4, "num_kv_heads": 2}}) for name in RECURRENT),
+    ("momentum_deltanet", {"momentum": "quasi_hyperbolic", "num_heads": 2, "num_v_heads": 4}),
+    ("momentum_deltanet", {"momentum": "nesterov"}),
+    ("momentum_deltanet", {"use_momentum": False, "eta_activation": "one"}),
     ("rwkv7", RWKV7_BLOCKS),
     ("rwkv7", {}),
     ("mamba2", {"use_mlp": False, "mixer_options": {"state_size": 16, "n_groups": 2}}),

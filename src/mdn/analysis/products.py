@@ -29,15 +29,19 @@ class _Product:
 
     def advance(self, gates: GateSample, keys: np.ndarray) -> None:
         """Gates ``[W, N]`` and keys ``[W, N, K]`` of W more steps."""
-        alpha, beta, mu, eta, key = (
+        alpha, beta, mu, eta, direct, key = (
             torch.from_numpy(np.ascontiguousarray(x, dtype=np.float64)).unsqueeze(-1)
-            for x in (gates.alpha, gates.beta, gates.mu, gates.eta, keys)
+            for x in (gates.alpha, gates.beta, gates.mu, gates.eta, gates.direct, keys)
         )
-        alpha, beta, mu, eta = (x.unsqueeze(-1) for x in (alpha, beta, mu, eta))
+        alpha, beta, mu, eta, direct = (x.unsqueeze(-1) for x in (alpha, beta, mu, eta, direct))
+        writes_directly = bool(direct.any())
         fast_weight, momentum = self.matrix.chunk(2, dim=1)
         for t in range(len(keys)):
-            momentum = mu[t] * momentum + torch.bmm(eta[t] * key[t], torch.bmm((alpha[t] * key[t]).mT, fast_weight))
+            probed = torch.bmm((alpha[t] * key[t]).mT, fast_weight)
+            momentum = mu[t] * momentum + torch.bmm(eta[t] * key[t], probed)
             fast_weight = alpha[t] * fast_weight - beta[t] * momentum
+            if writes_directly:
+                fast_weight = fast_weight - torch.bmm(direct[t] * key[t], probed)
             if t % RESCALE_EVERY == RESCALE_EVERY - 1 or t == len(keys) - 1:
                 largest = torch.maximum(fast_weight.abs().amax((1, 2)), momentum.abs().amax((1, 2)))
                 largest = largest.clamp_min(SMALLEST).view(-1, 1, 1)
@@ -68,7 +72,7 @@ def window_growth(gates: GateSample, keys: np.ndarray, window: int) -> np.ndarra
         return whole.swapaxes(0, 1).reshape(window, count * heads, *x.shape[2:])
 
     product = _Product(count * heads, keys.shape[2])
-    product.advance(GateSample(*map(by_window, (gates.alpha, gates.beta, gates.mu, gates.eta))), by_window(keys))
+    product.advance(gates.map(by_window), by_window(keys))
     return product.log_norm.reshape(count, heads)
 
 
@@ -80,8 +84,7 @@ def running_growth(gates: GateSample, keys: np.ndarray, every: int = 64) -> np.n
     rows = []
     for begin in range(0, len(keys) - every + 1, every):
         piece = slice(begin, begin + every)
-        steps = GateSample(*(x[piece] for x in (gates.alpha, gates.beta, gates.mu, gates.eta)))
-        product.advance(steps, keys[piece])
+        product.advance(gates.map(lambda x, piece=piece: x[piece]), keys[piece])  # type: ignore[misc]
         rows.append(product.log_norm)
     return np.stack(rows)
 

@@ -42,8 +42,9 @@ def _recording(layers: list[MomentumDeltaNet]) -> Iterator[list[LayerRecord]]:
     def hook_of(layer: MomentumDeltaNet) -> Any:
         def hook(module: nn.Module, args: tuple[()], inputs: dict[str, Any], output: Any) -> None:
             gates = inputs["gates"]
+            direct = torch.zeros_like(gates.beta) if gates.direct is None else gates.direct
             sample = GateSample(
-                *(_array(x) for x in (gates.log_alpha.exp(), gates.beta, gates.log_mu.exp(), gates.eta))
+                *(_array(x) for x in (gates.log_alpha.exp(), gates.beta, gates.log_mu.exp(), gates.eta, direct))
             )
             keys = l2norm(inputs["k"].double()).repeat_interleave(layer.num_v_heads // layer.num_heads, dim=2)
             records.append(LayerRecord(int(layer.layer_idx or 0), sample, _array(keys)))

@@ -24,6 +24,7 @@ TITLES = {
     "unconstrained momentum": "momentum, β up to 1, η up to 2",
     "constrained momentum": "momentum, β < 1 − α, μ ≥ 1/e",
     "layer": "the layer's bounds, μ ≥ exp(−2)",
+    "quasi-hyperbolic": "the same, a part written directly",
 }
 
 

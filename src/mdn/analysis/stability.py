@@ -27,8 +27,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "beta_max = 1": {"bound_beta": False},
     "both bounds off": {"bound_alpha": False, "bound_beta": False},
     "eta = 2 sigmoid": {"eta_activation": "sigmoid"},
+    "quasi-hyperbolic": {"momentum": "quasi_hyperbolic"},
+    "Nesterov": {"momentum": "nesterov"},
 }
-"""ablations of the layer's gates, as the layer's arguments"""
+"""kinds of momentum and ablations of the layer's gates, as the layer's arguments"""
 HIDDEN_SIZE = 64
 KEY_DIM = 16
 
@@ -45,7 +47,7 @@ def initial_record(variant: str, heads: int, steps: int, seed: int) -> LayerReco
 def range_record(ranges: dict[str, tuple[float, float]], heads: int, steps: int, seed: int) -> LayerRecord:
     """Gates drawn evenly from ranges, keys evenly from the unit sphere."""
     rng = np.random.default_rng(seed)
-    gates = {name: rng.uniform(*ranges[name], (steps, heads)) for name in ("alpha", "beta", "mu", "eta")}
+    gates = {name: rng.uniform(*ranges[name], (steps, heads)) for name in ("alpha", "beta", "mu", "eta", "direct")}
     keys = rng.normal(size=(steps, heads, KEY_DIM))
     return LayerRecord(0, GateSample(**gates), keys / np.linalg.norm(keys, axis=-1, keepdims=True))
 

@@ -10,7 +10,7 @@ from mdn.cli.options import add_model_arguments, add_output_arguments, positive_
 HELP = "spectral radius per step, norms of products over windows, and where the stability guarantee ends"
 EXAMPLE = "mdn analyze stability --plot stability.png   (or --alpha 0.9,1 --mu 0.9,1, or --model DIR --text FILE)"
 MOST_GATES = 20_000_000
-RANGES = {"alpha": (0.0, 1.0), "beta": (0.0, 1.0), "mu": (0.0, 1.0), "eta": (0.0, 2.0)}
+RANGES = {"alpha": (0.0, 1.0), "beta": (0.0, 1.0), "mu": (0.0, 1.0), "eta": (0.0, 2.0), "direct": (0.0, 0.0)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def _range(name: str, text: str) -> tuple[float, float]:
         low, high = (float(word) for word in text.split(","))
     except ValueError:
         raise ValueError(f"--{name} must be two numbers LOW,HIGH, got {text!r}") from None
-    most = 2.0 if name == "eta" else 1.0
+    most = 2.0 if name in ("eta", "direct") else 1.0
     if not 0 <= low <= high or (name != "beta" and high > most):
         raise ValueError(f"--{name} must satisfy 0 <= LOW <= HIGH <= {most:g}, got {text}")
     return low, high

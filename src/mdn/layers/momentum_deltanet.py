@@ -139,11 +139,33 @@ class StabilityGates(nn.Module):
         Without m (the ablation use_momentum=False) mu is exactly 0: log mu = -inf. Without e eta is 1. n and nu_bias
         are those of quasi-hyperbolic momentum.
         """
+        gates = self._heavy_ball(a, b, m, e, A_log, dt_bias, Mu_log, mu_bias, log_factor)
+        if self.settings.momentum == "heavy_ball":
+            return gates
+        log_alpha, log_mu, step, eta, _ = gates
+        if n is None or nu_bias is None:  # Nesterov's
+            return Gates(log_alpha, log_mu, log_mu.exp() * step, eta, step * eta)
+        beta = torch.sigmoid(n.to(step.dtype) + nu_bias.to(step.dtype)) * step
+        return Gates(log_alpha, log_mu, beta, eta, (step - beta) * eta)
+
+    def _heavy_ball(
+        self,
+        a: Tensor,
+        b: Tensor,
+        m: Tensor | None,
+        e: Tensor | None,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        Mu_log: Tensor | None,
+        mu_bias: Tensor | None,
+        log_factor: Tensor | None,
+    ) -> Gates:
         settings = self.settings
-        tensors = GateTensors(a, b, m, e, A_log, dt_bias, Mu_log, mu_bias, log_factor)
         # One token only: recomputation in training must find the same bits with and without gradients.
-        if a.dim() == 2 and is_native(*tensors) and not any_requires_gradient(tensors):
-            return Gates(*native_gates(tensors, self._for_kernel))
+        if a.dim() == 2 and e is not None:
+            tensors = GateTensors(a, b, m, e, A_log, dt_bias, Mu_log, mu_bias, log_factor)
+            if is_native(*tensors) and not any_requires_gradient(tensors):
+                return Gates(*native_gates(tensors, self._for_kernel))
         dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
         a, b, dt_bias = a.to(dtype), b.to(dtype), dt_bias.to(dtype)
         if e is None:
@@ -169,12 +191,7 @@ class StabilityGates(nn.Module):
         log_mu = -_per_value_head(Mu_log, a) * F.softplus(m.to(dtype) + mu_bias.to(dtype))
         if settings.min_log_mu is not None:
             log_mu = log_mu.clamp_min(settings.min_log_mu)
-        if settings.momentum == "heavy_ball":
-            return Gates(log_alpha, log_mu, beta, eta)
-        if n is None or nu_bias is None:  # Nesterov's step
-            return Gates(log_alpha, log_mu, log_mu.exp() * beta, eta, beta * eta)
-        through_momentum = torch.sigmoid(n.to(dtype) + nu_bias.to(dtype)) * beta
-        return Gates(log_alpha, log_mu, through_momentum, eta, (beta - through_momentum) * eta)
+        return Gates(log_alpha, log_mu, beta, eta)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in vars(self.settings).items())
@@ -393,6 +410,11 @@ class MomentumDeltaNet(ProjectedMixer):
         return nn.Sequential(nn.Linear(self.hidden_size, rank, bias=False), nn.Linear(rank, self.value_dim, bias=True))
 
     @property
+    def has_momentum(self) -> bool:
+        """False: mu = 0."""
+        return self.m_proj is not None
+
+    @property
     def momentum_block_size(self) -> int:
         return self.rule.block_size
 
@@ -422,8 +444,11 @@ class MomentumDeltaNet(ProjectedMixer):
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None
     ) -> Tensor:
-        """S and M are recurrent states 0 and 1."""
-        S, M = (None, None) if state is None else (state.initial_recurrent(0), state.initial_recurrent(1))
+        """S and M are recurrent states 0 and 1. With mu = 0 every token forgets M, so it is not kept."""
+        S = None if state is None else state.initial_recurrent(0)
+        M = None if state is None or not self.has_momentum else state.initial_recurrent(1)
+        if S is not None and M is None:
+            M = torch.zeros_like(S)
         output: ops.MomentumOutput = self.rule(
             q=self._corrected(q, k),
             k=k,
@@ -437,19 +462,22 @@ class MomentumDeltaNet(ProjectedMixer):
         if state is not None and output.final_state is not None:
             S, M = output.final_state
             state.write_recurrent(S, 0)
-            state.write_recurrent(M, 1)
+            if self.has_momentum:
+                state.write_recurrent(M, 1)
         return output.o
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, state: LayerState) -> Tensor:
-        states = state.held_recurrent(0), state.held_recurrent(1)
-        return self.rule.step(self._corrected(q, k), k, v, self.gates(hidden_states), states, state.slots)
+        S = state.held_recurrent(0)
+        M = state.held_recurrent(1) if self.has_momentum else torch.zeros_like(S)
+        return self.rule.step(self._corrected(q, k), k, v, self.gates(hidden_states), (S, M), state.slots)
 
     def _corrected(self, q: Tensor, k: Tensor) -> Tensor:
         """q - d k, with d = exp(D_log) per key head."""
         return q if self.D_log is None else (q - self.D_log.exp().unsqueeze(-1) * k).to(q.dtype)
 
     def state_shapes(self) -> dict[str, StateShape]:
-        return {"S": self.matrix_state(), "M": self.matrix_state(), **self.conv_state()}
+        momentum = {"M": self.matrix_state()} if self.has_momentum else {}
+        return {"S": self.matrix_state(), **momentum, **self.conv_state()}
 
     def flops_per_token(self, context: int) -> int:
         has_direct = self.gate_map.settings.momentum != "heavy_ball"

@@ -90,7 +90,7 @@ def _training_run(directory: Path, name: str) -> TrainingRun:
     lines = read_metrics(directory / "metrics.jsonl")
     summary = directory / "summary.json"
     measured = [line["gates"] for line in lines if line.get("gates")]
-    names = ("alpha", "beta", "mu", "eta")
+    names = ("alpha", "beta", "mu", "eta")  # and "direct" where there is one
     return TrainingRun(
         name=name,
         steps=[line for line in lines if isinstance(line.get("loss"), int | float)],

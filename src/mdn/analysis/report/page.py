@@ -26,17 +26,18 @@ class Preset(NamedTuple):
     beta: float
     mu: float
     eta: float
+    direct: float = 0.0
 
 
 # Inside the layer's bounds (alpha + beta <= 1, mu >= exp(-2)) except where the label says otherwise.
 PRESETS = (
     Preset("oscillating", 0.85, 0.15, 0.95, 1.5),
+    Preset("oscillating, half of it direct", 0.85, 0.075, 0.95, 1.5, 0.1125),
     Preset("no momentum", 0.55, 0.45, 0, 1),
     Preset("edge of the guarantee", 0.25, 0.75, 0.125, 2),
     Preset("outside the bounds", 0.9, 1, 0.1, 2),
 )
 MOST_LAYERS = 4
-GATES = ("alpha", "beta", "mu", "eta")
 
 
 def asset(name: str) -> str:
@@ -100,7 +101,10 @@ def _trained_presets(runs: list[TrainingRun]) -> list[Preset]:
         if run.gates and all(layer["alpha"] + layer["beta"] <= 1 for layer in run.gates):
             name = run.name.rsplit("/", 1)[-1]
             return [
-                Preset(f"{name}, layer {layer['layer']:g}", *(round(layer[gate], 3) for gate in GATES))
+                Preset(
+                    f"{name}, layer {layer['layer']:g}",
+                    *(round(layer.get(gate, 0.0), 3) for gate in Preset._fields[1:]),
+                )
                 for layer in run.gates[:MOST_LAYERS]
             ]
     return []

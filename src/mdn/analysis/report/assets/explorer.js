@@ -3,21 +3,21 @@
 // purpose: tests/analysis/test_report_page.py evaluates the same text in Python and compares it with numpy and the recurrence.
 
 // <maths>
-function pairEigenvalues(alpha, beta, mu, eta) {
-  const half = (alpha + mu - alpha * beta * eta) / 2;
-  const inside = half * half - alpha * mu;
+function pairEigenvalues(alpha, beta, mu, eta, direct) {
+  const half = (alpha + mu - alpha * (beta * eta + direct)) / 2;
+  const inside = half * half - alpha * mu * (1 - direct);
   const root = Math.sqrt(Math.max(inside, 0));
   const imaginary = Math.sqrt(Math.max(-inside, 0));
   return [half + root, imaginary, half - root, -imaginary];
 }
-function stepWeight(weight, momentum, alpha, beta, mu, eta, value, feedback) {
+function stepWeight(weight, momentum, alpha, beta, mu, eta, direct, value, feedback) {
   const error = value - feedback * alpha * weight;
   const after = mu * momentum - eta * error;
-  return [alpha * weight - beta * after, after];
+  return [alpha * weight - beta * after + direct * error, after];
 }
 // </maths>
 
-const NAMES = ["alpha", "beta", "mu", "eta"];
+const NAMES = ["alpha", "beta", "mu", "eta", "direct"];
 const STEPS = 40;
 const CLAMP = Math.exp(-2);
 const SVG = "http://www.w3.org/2000/svg";
@@ -30,12 +30,12 @@ function gates() {
 // S along the key after one write of value 1 at step 1: asked with the same key at every later step (feedback 1, values
 // 0), or never again (feedback 0).
 function response(feedback) {
-  const [alpha, beta, mu, eta] = gates();
+  const all = gates();
   let weight = 0;
   let momentum = 0;
   const values = [0];
   for (let t = 1; t <= STEPS; t += 1) {
-    [weight, momentum] = stepWeight(weight, momentum, alpha, beta, mu, eta, t === 1 ? 1 : 0, feedback);
+    [weight, momentum] = stepWeight(weight, momentum, ...all, t === 1 ? 1 : 0, feedback);
     values.push(weight);
   }
   return values;
@@ -66,13 +66,20 @@ function stepText(modulus, least) {
   return disc + (least >= 0 ? ", in the right half plane" : ", in the left half plane: the sign flips");
 }
 
-// The bounds alpha <= 1 / (1 + x^2) and beta <= x^2 / (1 + x^2) hold for some x exactly when alpha + beta <= 1.
+// The bounds alpha <= 1 / (1 + x^2) and b <= x^2 / (1 + x^2) hold for some x exactly when alpha + b <= 1, where b is the
+// whole step: quasi-hyperbolic momentum splits it into beta and direct / eta.
 function layerText() {
-  const [alpha, beta, mu] = gates();
-  if (alpha + beta > 1 + 1e-9) return "cannot produce these gates: its bounds need α + β ≤ 1";
+  const [alpha, beta, mu, eta, direct] = gates();
+  const step = direct === 0 ? beta : beta + direct / eta;
+  if (alpha + step > 1 + 1e-9) {
+    const bound = direct === 0 ? "α + β ≤ 1" : "α + β + δ/η ≤ 1";
+    return `cannot produce these gates: its bounds need ${bound}`;
+  }
   if (mu > 0 && mu < CLAMP) return `produces these gates only without its clamp μ ≥ exp(−2) = ${CLAMP.toFixed(3)}`;
   if (mu === 0) return "produces these gates without momentum";
-  return "can produce these gates; inside its bounds every step stays in the right half plane";
+  if (direct > 1) return "can produce these gates with quasi-hyperbolic momentum; δ > 1 leaves the right half plane";
+  const kind = direct === 0 ? "" : " with quasi-hyperbolic momentum";
+  return `can produce these gates${kind}; inside its bounds every step stays in the right half plane`;
 }
 
 // Zero is in the middle, or at the bottom when nothing is below it.
@@ -90,11 +97,11 @@ function drawResponse(same, other) {
 }
 
 function update() {
-  const [alpha, beta, mu, eta] = gates();
+  const [alpha, beta, mu, eta, direct] = gates();
   NAMES.forEach((name) => {
     byId(`${name}-value`).textContent = Number(byId(name).value).toFixed(3);
   });
-  const [real1, imaginary1, real2, imaginary2] = pairEigenvalues(alpha, beta, mu, eta);
+  const [real1, imaginary1, real2, imaginary2] = pairEigenvalues(alpha, beta, mu, eta, direct);
   place("eigenvalue-1", real1, imaginary1);
   place("eigenvalue-2", real2, imaginary2);
   place("eigenvalue-alpha", alpha, 0);
