@@ -15,6 +15,8 @@ its processes. Nothing else imports this package, so without vLLM it costs nothi
 from __future__ import annotations
 
 ARCHITECTURE = "MomentumDeltaNetForCausalLM"
+WITHOUT_STATES = "MomentumDeltaNetTransformerForCausalLM"
+"""a name for vLLM only: what it must know of a model with recurrent layers is wrong for one that is all attention"""
 
 
 def register() -> None:
@@ -30,9 +32,10 @@ def register() -> None:
 
     import_plugins_of_environment()  # a user's mixers
     model_type = mdn.models.MomentumDeltaNetConfig.model_type
-    MODELS_CONFIG_MAP[ARCHITECTURE] = ServingRules
+    MODELS_CONFIG_MAP[ARCHITECTURE] = MODELS_CONFIG_MAP[WITHOUT_STATES] = ServingRules
     MODEL_ARCH_CONFIG_CONVERTORS[model_type] = ArchitectureFacts
     ModelRegistry.register_model(ARCHITECTURE, "mdn.vllm.served_model:ServedForCausalLM")
+    ModelRegistry.register_model(WITHOUT_STATES, "mdn.vllm.served_model:ServedTransformer")
     # Compiled graphs end before this op, as before vLLM's own attention, so that it sees the batch of every step.
     if "mdn::serve_mixer" not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append("mdn::serve_mixer")

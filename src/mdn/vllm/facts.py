@@ -7,11 +7,17 @@ from typing import Any
 from vllm.model_executor.models.config import HybridAttentionMambaModelConfig
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
+from mdn.layers.mixer import RECURRENT_LAYER_TYPE
 from mdn.models.config import LARGEST_SIZE
+from mdn.vllm import WITHOUT_STATES
 
 
 class ArchitectureFacts(ModelArchConfigConvertorBase):
     """The sizes of the attention layers, which in a hybrid differ from those of the recurrent ones."""
+
+    def get_architectures(self) -> list[str]:
+        recurrent = RECURRENT_LAYER_TYPE in self.hf_config.layer_types
+        return super().get_architectures() if recurrent else [WITHOUT_STATES]
 
     def get_total_num_attention_heads(self) -> int:
         config = self.hf_config
@@ -37,7 +43,8 @@ class ServingRules(HybridAttentionMambaModelConfig):
     def verify_and_update_config(cls, vllm_config: Any) -> None:
         for reason in unsupported(vllm_config):
             raise ValueError(f"Momentum DeltaNet models in vLLM: {reason}")
-        super().verify_and_update_config(vllm_config)
+        if vllm_config.model_config.is_hybrid:
+            super().verify_and_update_config(vllm_config)
 
 
 def unsupported(vllm_config: Any) -> list[str]:

@@ -68,12 +68,8 @@ class ServedModel(nn.Module):
         return self.norm(hidden_states)
 
 
-class ServedForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
-    """One class for all models. To vLLM they are hybrids; a model without attention is a hybrid with none of it."""
-
-    has_inner_state: ClassVar[Literal[True]] = True
-    is_hybrid: ClassVar[Literal[True]] = True
-    supports_mamba_prefix_caching: ClassVar[Literal[True]] = True
+class ServedTransformer(nn.Module):
+    """A model whose layers are all attention."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
@@ -103,7 +99,13 @@ class ServedForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return AutoWeightsLoader(self).load_weights(weights)
 
-    # ---------------------------------------------------------------- the recurrent states, for vLLM's page pool
+
+class ServedForCausalLM(ServedTransformer, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
+    """A model with recurrent layers. To vLLM it is a hybrid; without attention it is a hybrid with none of it."""
+
+    has_inner_state: ClassVar[Literal[True]] = True
+    is_hybrid: ClassVar[Literal[True]] = True
+    supports_mamba_prefix_caching: ClassVar[Literal[True]] = True
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
