@@ -125,7 +125,7 @@ NOT_RUN = {
     "pytest tests/ops/triton": "part of this suite",
     "python setup.py build_ext --inplace": "part of the installation",
     "mdn serve runs/demo --port 8000": "needs vLLM: tests/serving runs it",
-    "mdn serve runs/demo -- --max-num-seqs 64": "needs vLLM",
+    "mdn serve runs/demo --vllm='--max-num-seqs 64'": "needs vLLM",
     "tests/sanitizers/run": "minutes of compilation: `make sanitize`",
 }
 

@@ -42,7 +42,7 @@ def expected(run):
 
 @pytest.fixture(scope="module")
 def served(run):
-    flags = ["--max-model-len", str(LIMIT), "--", "--enforce-eager", "--max-num-seqs", "32"]
+    flags = ["--max-model-len", str(LIMIT), "--vllm=--enforce-eager --max-num-seqs 32"]
     with server([str(run), *flags], run.parent) as started:
         yield started
 

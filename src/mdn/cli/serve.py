@@ -12,7 +12,7 @@ from pathlib import Path
 from mdn.cli.options import positive_int, whole_number
 
 HELP = "serve a trained model over HTTP with vLLM (OpenAI's API); a thin form of `vllm serve`"
-EXAMPLE = "mdn serve runs/demo --port 8000 -- --max-num-seqs 64"
+EXAMPLE = "mdn serve runs/demo --port 8000 --vllm='--max-num-seqs 64'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-model-len", type=positive_int, help="tokens of a prompt and its answer together (the training context)"
     )
-    parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="further arguments of `vllm serve`")
+    parser.add_argument(
+        "--vllm", type=shlex.split, default=[], metavar="'ARGUMENTS'", help="further arguments of `vllm serve`, quoted"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -53,7 +55,7 @@ def server_command(args: argparse.Namespace) -> list[str]:
     command += ["--host", args.host, "--port", str(args.port), "--dtype", dtype]
     if args.max_model_len is not None:
         command += ["--max-model-len", str(args.max_model_len)]
-    return command + args.arguments
+    return command + args.vllm
 
 
 def require_vllm(command: str) -> None:
