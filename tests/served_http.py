@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +58,20 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+MDN_SERVE = (sys.executable, "-m", "mdn", "serve")
+
+
 @contextmanager
-def server(arguments: list[str], folder: Path) -> Iterator[Server]:
+def server(
+    arguments: list[str], folder: Path, command: Sequence[str] = MDN_SERVE, **environment: str
+) -> Iterator[Server]:
     """`mdn serve ARGUMENTS` in ``folder``, on a port of its own, until the end of the block."""
     port, log = free_port(), folder / "server.log"
-    command = [sys.executable, "-m", "mdn", "serve", arguments[0], "--port", str(port), *arguments[1:]]
+    command = [*command, arguments[0], "--port", str(port), *arguments[1:]]
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=os.environ | environment
+        )
         try:
             found = Server(process, f"http://127.0.0.1:{port}", Path(arguments[0]).name)
             _wait_until_ready(found, log)

