@@ -49,7 +49,7 @@ class ServingRules(HybridAttentionMambaModelConfig):
 
 def unsupported(vllm_config: Any) -> list[str]:
     """What this configuration asks for and cannot get."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     found = []
     if vllm_config.speculative_config is not None:
         found.append(
@@ -62,9 +62,9 @@ def unsupported(vllm_config: Any) -> list[str]:
             found.append(
                 f"{name}={size} is not supported: every worker holds the whole model; start one server per device"
             )
-    if vllm_config.quant_config is not None:
-        found.append(f"quantization={vllm_config.model_config.quantization!r} is not supported; remove --quantization")
-    weight_format = vllm_config.model_config.hf_config.weight_format
+    if model.quantization is not None:
+        found.append(f"quantization={model.quantization!r} is not supported; remove --quantization")
+    weight_format = model.hf_config.weight_format
     if weight_format is not None:
         found.append(f"packed weights ({weight_format}) are for mdn generate; serve the model they were made from")
     for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
