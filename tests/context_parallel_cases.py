@@ -5,14 +5,19 @@ A case is a function of no arguments, called on all ranks; it returns relative e
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from definition import FIRST_ORDER, Draw, make_inputs
 from mdn import ops
@@ -20,6 +25,7 @@ from mdn.layers import make_layout
 from mdn.layers.conv import ShortConvolution
 from mdn.ops import SequenceBoundaries
 from mdn.parallel import ContextParallelPlan, context_parallel, exchange
+from mdn.parallel.tensor import split_model, whole_of
 from small_models import MODELS, small_model, tokens
 
 Errors = dict[str, float]
@@ -172,6 +178,57 @@ def model_case(
     return errors
 
 
+def tensor_case(name: str = "momentum_deltanet", dtype: str = "float64", context: int = 1, passes: int = 1) -> Errors:
+    """Heads over ranks, and with ``context`` > 1 tokens too; ``passes`` backward passes accumulate."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (context, ranks // context), mesh_dim_names=("context", "tensor"))
+    boundaries = SequenceBoundaries.from_lengths([7, 17])
+    plan = ContextParallelPlan.from_cu_seqlens(boundaries.cu_seqlens, mesh["context"])
+    model = small_model(name, loss_chunk_size=8).to(DTYPES[dtype]).train()
+    ids = tokens(1, 24)
+    whole = model(ids, cu_seqlens=boundaries, labels=ids)
+    whole.loss.backward()
+    expected = {name: p.grad * passes for name, p in model.named_parameters()}
+    model.zero_grad()
+    split_model(model, mesh["tensor"])
+    for _ in range(passes):
+        here = model(plan.scatter(ids), labels=plan.scatter(ids), context_parallel=plan)
+        here.loss.backward()
+    errors = {"loss": relative(here.loss, whole.loss)}
+    for name, parameter in model.named_parameters():
+        grad = whole_of(parameter.grad).clone()
+        dist.all_reduce(grad, group=plan.group)
+        errors[f"grad {name}"] = relative(grad, expected[name])
+    return errors
+
+
+def saved_case() -> Errors:
+    """A split model writes the same files as a whole one, and a whole model's files load as a split one."""
+    model, ids = small_model("hybrid").train(), tokens(1, 12)
+    expected = {name: x.clone() for name, x in model.state_dict().items()}
+    logits = model(ids).logits
+    folder = Path(os.environ["CASE_FOLDER"])
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / "whole")
+    dist.barrier()
+    split = AutoModelForCausalLM.from_pretrained(folder / "whole", tp_plan="auto")
+    cut = sum(isinstance(p, DTensor) for p in split.parameters())
+    split.save_pretrained(folder / "split")
+    dist.barrier()
+    again = AutoModelForCausalLM.from_pretrained(folder / "split")
+    with torch.no_grad():
+        steps = split.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        plain = again.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    files = [(folder / kind / "config.json").read_text() for kind in ("whole", "split")]
+    return {
+        "logits": relative(split(ids).logits, logits),
+        "files": max(relative(x, expected[name]) for name, x in again.state_dict().items()),
+        "config": float(files[0] != files[1]),
+        "tokens": relative(steps.float(), plain.float()),
+        "nothing was cut": float(cut < 20),
+    }
+
+
 # -------------------------------------------------------------------------------------------------------------- faults
 
 
@@ -243,6 +300,20 @@ def float32_cases() -> Iterator[tuple[str, Case]]:
         yield f"{name} model, float32", (model_case, arguments)
 
 
+def tensor_cases() -> Iterator[tuple[str, Case]]:
+    for name in ("momentum_deltanet", "gated_deltanet", "comba", "deltanet", "attention", "hybrid", "no convolution"):
+        yield f"{name}, tensor 2", (tensor_case, {"name": name})
+    yield "momentum_deltanet, tensor 2, float32", (tensor_case, {"dtype": "float32"})
+    yield "momentum_deltanet, tensor 2, two passes", (tensor_case, {"passes": 2})
+    yield "saved and loaded, tensor 2", (saved_case, {})
+
+
+TENSOR = dict(tensor_cases())
+TENSOR_OF_FOUR = {
+    "momentum_deltanet, context 2 x tensor 2": (tensor_case, {"context": 2}),
+    "hybrid, context 2 x tensor 2": (tensor_case, {"name": "hybrid", "context": 2}),
+    "momentum_deltanet, tensor 4": (tensor_case, {}),
+}
 QUICK, SLOW, FLOAT32 = dict(quick_cases()), dict(slow_cases()), dict(float32_cases())
 WRONG = {kind: (faulty, {"kind": kind}) for kind in FAULTS}
-CASES: dict[str, Case] = {**QUICK, **SLOW, **FLOAT32, **WRONG}
+CASES: dict[str, Case] = {**QUICK, **SLOW, **FLOAT32, **WRONG, **TENSOR, **TENSOR_OF_FOUR}

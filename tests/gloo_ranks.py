@@ -36,6 +36,8 @@ def on_every_rank(folder: str, rank: int, ranks: int, names: list[str]) -> None:
     from context_parallel_cases import CASES
 
     torch.set_num_threads(1)
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "CASE_FOLDER": folder}
+    os.environ.update(place)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     everything: Results = {}
     for name in names:

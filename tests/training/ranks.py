@@ -33,6 +33,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 MODEL_PARALLEL: dict[str, dict[str, Any]] = {
     "context": {"context_parallel": 2},
     "zigzag": {"context_parallel": 2, "context_layout": "zigzag"},
+    "tensor": {"tensor_parallel": 2},
+    "context-tensor": {"context_parallel": 2, "tensor_parallel": 2},
     "context-fsdp": {"context_parallel": 2, "strategy": "fsdp"},
     "context-hsdp": {"context_parallel": 2, "strategy": "hsdp", "shard_size": 2},
 }

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import ParallelismConfig
+from safetensors.torch import load_file
 
 from mdn.cli import main
 from mdn.training import run
@@ -17,9 +19,9 @@ from ranks_support import numbers, report, run_jobs
 from small_models import small_model
 from training_support import tiny_recipe
 
-JOBS = ("context:context:2", "zigzag:zigzag:4")
+JOBS = ("context:context:2", "zigzag:zigzag:4", "tensor:tensor:2", "both:context-tensor:4")
 INTERRUPTED = ("killed:context:2:killed", "killed:context:2")
-MOVED = ("one-to-context:copy:run", "one-to-context:context:2", "context-to-one:copy:context")
+MOVED = ("one-to-both:copy:run", "one-to-both:context-tensor:4", "both-to-one:copy:both", "context-to-one:copy:context")
 SHARDED = ("context-fsdp:context-fsdp:2", "context-hsdp:context-hsdp:4")
 
 
@@ -32,18 +34,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(run, "plot_gates", lambda *_: None)
         run.train(tiny_recipe(place, training=steps))
         run_jobs(place, *JOBS, *INTERRUPTED, *MOVED)
-        run.train(tiny_recipe(place, "context-to-one", training=steps))
+        for name in ("context-to-one", "both-to-one"):
+            run.train(tiny_recipe(place, name, training=steps))
     return place
 
 
-@pytest.mark.parametrize("name", ["context", "zigzag"])
-def test_training_with_shared_tokens_equals_one_process(root: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["context", "zigzag", "tensor", "both"])
+def test_training_with_shared_tokens_or_heads_equals_one_process(root: Path, name: str) -> None:
     assert numbers(root, name) == pytest.approx(numbers(root, "run"), abs=1e-5)
     assert len(numbers(root, name)) == 20
 
 
-@pytest.mark.parametrize("name", ["context", "zigzag"])
-def test_held_out_text_is_measured_on_shared_tokens(root: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["context", "zigzag", "tensor", "both"])
+def test_held_out_text_is_measured_together(root: Path, name: str) -> None:
     losses = [json.loads((root / run / "summary.json").read_text())["held_out"]["loss"] for run in (name, "run")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
@@ -53,9 +56,21 @@ def test_a_killed_rank_costs_only_the_steps_since_the_last_checkpoint(root: Path
     assert numbers(root, "killed") == pytest.approx(numbers(root, "run"), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["one-to-context", "context-to-one"])
-def test_a_checkpoint_moves_between_one_process_and_shared_tokens(root: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["one-to-both", "both-to-one", "context-to-one"])
+def test_a_checkpoint_moves_between_one_process_and_shared_tokens_and_heads(root: Path, name: str) -> None:
     assert numbers(root, name) == pytest.approx(numbers(root, "run"), abs=1e-5)
+
+
+def test_checkpoints_are_the_same_files_for_every_arrangement(root: Path) -> None:
+    def files(name: str) -> dict[str, list[int]]:
+        weights = load_file(root / name / "checkpoint-20" / "model.safetensors")
+        state = torch.load(root / name / "checkpoint-20" / "optimizer.pt")
+        moments = {f"moment {i}": list(entry["exp_avg"].shape) for i, entry in state["state"].items()}
+        return {key: list(x.shape) for key, x in weights.items()} | moments
+
+    assert files("both") == files("run")
+    configs = [(root / name / "checkpoint-20" / "config.json").read_text() for name in ("both", "run")]
+    assert configs[0] == configs[1]
 
 
 @pytest.mark.slow
@@ -94,6 +109,14 @@ def test_the_plan_of_a_run_shows_mesh_and_exchange(capsys: pytest.CaptureFixture
 def test_the_plan_of_a_run_warns_of_too_few_tokens_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "paper/mdn_400M", "distributed.context_parallel=8", "--dry-run", "--devices", "8"]) == 0
     assert "2,048 tokens on a rank are too few for context parallelism to pay" in capsys.readouterr().out
+
+
+def test_heads_that_cannot_be_shared_are_refused_with_the_sizes_that_can(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "paper/mdn_400M", "distributed.tensor_parallel=4", "--dry-run", "--devices", "4"]) == 2
+    message = "num_heads=6 cannot be shared by 4 ranks of tensor parallelism: it allows 1, 2, 3, 6"
+    assert message in capsys.readouterr().err
+    assert main(["train", "paper/kda_400M", "distributed.tensor_parallel=2", "--dry-run", "--devices", "2"]) == 2
+    assert "tensor parallelism cannot split mixer='kda'" in capsys.readouterr().err
 
 
 def test_arrangements_that_cannot_work_are_refused_by_name() -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdn.layers.cache_access import LayerState
-from mdn.layers.mixer import Mixer, StateShape, Streams
+from mdn.layers.mixer import Mixer, StateShape, Streams, check_heads_divide, columns
 from mdn.layers.token_layout import TokenLayout
 
 if TYPE_CHECKING:
@@ -30,6 +30,11 @@ QUERIES_AT_ONCE = 1024
 
 class Attention(Mixer):
     cache_type: ClassVar[str] = "full_attention"
+    tensor_plan: ClassVar[dict[str, str]] = {
+        "": "mdn_heads",
+        **columns("q_proj", "k_proj", "v_proj"),
+        "o_proj": "rowwise",
+    }
     reads_same_input: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
@@ -75,6 +80,10 @@ class Attention(Mixer):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         cos, sin = layout.rotary(self.head_dim, self.rope_theta, hidden_states.device)
         return Streams(rotate(q, cos, sin), rotate(k, cos, sin), v)
+
+    def keep_part(self, ranks: int) -> None:
+        check_heads_divide("num_kv_heads", self.num_kv_heads, ranks)
+        self.num_heads, self.num_kv_heads = self.num_heads // ranks, self.num_kv_heads // ranks
 
     def mix(self, hidden_states: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
         q, k, v = self.heads(hidden_states, layout)

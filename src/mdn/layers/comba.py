@@ -14,13 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mdn.layers.mixer import ProjectedMixer, Rule, value_head_dim
+from mdn.layers.mixer import ProjectedMixer, Rule, columns, value_head_dim
 from mdn.layers.norms import GatedRMSNorm, RMSNorm
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
 
 
 class Comba(ProjectedMixer):
+    tensor_plan: ClassVar[dict[str, str]] = ProjectedMixer.head_plan | columns("a_proj", "b_proj")
     no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
     chunk_rule: ClassVar[Rule] = first_order.chunk_comba
     step_rule: ClassVar[Rule] = first_order.comba_step

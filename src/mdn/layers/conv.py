@@ -119,6 +119,10 @@ class ShortConvolution(CausalWindow):
         convolution = Convolution(settings, lambda x, weight, bias: definition(x, layout, state, False)[0])
         return convolution(x, self.weight, self.bias), None
 
+    def keep_part(self, ranks: int) -> None:
+        """Count only the channels of one of ``ranks`` ranks; the weights are cut elsewhere (mdn.parallel.tensor)."""
+        self.channels //= ranks
+
     def advance(self, x: Tensor, state: Tensor) -> Tensor:
         if is_native(x, self.weight, state) and not torch.is_grad_enabled() and state.is_contiguous():
             return convolution_step(x.contiguous(), self.weight, self.bias, state, self.activation)

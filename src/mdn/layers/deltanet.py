@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from mdn.layers.mixer import ProjectedMixer, Rule, shared_head_dim
+from mdn.layers.mixer import ProjectedMixer, Rule, columns, shared_head_dim
 from mdn.layers.norms import GatedRMSNorm, RMSNorm
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import writing_strength
 
 
 class DeltaNet(ProjectedMixer):
+    tensor_plan: ClassVar[dict[str, str]] = ProjectedMixer.head_plan | columns("b_proj")
     own_defaults: ClassVar[tuple[str, ...]] = ("expand_v", "use_gate", "use_short_conv", "conv_size", "conv_bias")
     chunk_rule: ClassVar[Rule] = first_order.chunk_delta_rule
     step_rule: ClassVar[Rule] = first_order.delta_rule_step

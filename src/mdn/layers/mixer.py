@@ -63,6 +63,9 @@ class Mixer(nn.Module):
     reads_same_input: ClassVar[tuple[str, ...]] = ()
     """names of linear maps (or of low-rank ones, whose first half counts) that all read the token itself: with packed
     weights they are one matrix"""
+    tensor_plan: ClassVar[dict[str, str]] = {}
+    """transformers' tensor-parallel style of each of its modules by name ("" is the mixer itself); empty: its heads
+    cannot be split over ranks"""
     own_defaults: ClassVar[tuple[str, ...]] = ()
     """arguments that keep their default although the config has a field of that name, which means something else for
     this mixer; ``mixer_options`` sets them"""
@@ -83,6 +86,10 @@ class Mixer(nn.Module):
 
     def flops_per_token(self, context: int) -> int:
         """Floating-point operations of one token's forward pass outside ``nn.Linear``, after ``context`` tokens."""
+        raise NotImplementedError
+
+    def keep_part(self, ranks: int) -> None:
+        """Count only the heads of one of ``ranks`` ranks; the parameters are cut elsewhere (mdn.parallel.tensor)."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- from a config
@@ -235,6 +242,14 @@ class ProjectedMixer(Mixer):
         *("q_proj", "k_proj", "v_proj", "g_proj"),
         *("a_proj", "b_proj", "m_proj", "e_proj", "f_proj", "gk_proj"),  # gates, where a subclass has them
     )
+    head_plan: ClassVar[dict[str, str]] = {
+        "": "mdn_heads",
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), "colwise"),
+        **dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), "mdn_channels"),
+        "o_norm": "mdn_shared",
+        "o_proj": "rowwise",
+    }
+    """what a subclass with these modules puts into its ``tensor_plan``, beside its gates"""
     silu_without_conv: ClassVar[bool] = True
     """False: without convolutions q, k and v are plain projections"""
 
@@ -349,6 +364,11 @@ class ProjectedMixer(Mixer):
 
     # ---------------------------------------------------------------- facts
 
+    def keep_part(self, ranks: int) -> None:
+        check_heads_divide("num_heads", self.num_heads, ranks)
+        self.num_heads, self.num_v_heads = self.num_heads // ranks, self.num_v_heads // ranks
+        self.key_dim, self.value_dim = self.key_dim // ranks, self.value_dim // ranks
+
     def state_shapes(self) -> dict[str, StateShape]:
         return {"S": self.matrix_state(), **self.conv_state()}
 
@@ -363,6 +383,17 @@ class ProjectedMixer(Mixer):
     def flops_per_token(self, context: int) -> int:
         convolutions = 2 * self.conv_size * (2 * self.key_dim + self.value_dim) if self.use_short_conv else 0
         return self.flops_per_entry * self.num_v_heads * self.head_k_dim * self.head_v_dim + convolutions
+
+
+def check_heads_divide(name: str, heads: int, ranks: int) -> None:
+    if heads % ranks:
+        allowed = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise ValueError(f"{name}={heads} cannot be shared by {ranks} ranks of tensor parallelism: it allows {allowed}")
+
+
+def columns(*names: str) -> dict[str, str]:
+    """A tensor plan in which projections to heads are cut by columns."""
+    return dict.fromkeys(names, "colwise")
 
 
 def value_head_dim(head_dim: int, expand_v: float) -> int:

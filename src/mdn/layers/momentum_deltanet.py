@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from mdn import ops
 from mdn.layers.cache_access import LayerState
 from mdn.layers.init import checked_initial_range
-from mdn.layers.mixer import ProjectedMixer, StateShape, value_head_dim
+from mdn.layers.mixer import ProjectedMixer, StateShape, columns, value_head_dim
 from mdn.layers.norms import GatedRMSNorm, RMSNorm
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops.boundaries import SequenceBoundaries
@@ -308,6 +308,7 @@ class MomentumDeltaNet(ProjectedMixer):
         backend: which implementation of the rule (see ``mdn.ops``).
     """
 
+    tensor_plan: ClassVar[dict[str, str]] = ProjectedMixer.head_plan | columns("a_proj", "b_proj", "m_proj", "e_proj")
     no_weight_decay: ClassVar[tuple[str, ...]] = (
         *("A_log", "dt_bias", "Mu_log", "mu_bias", "nu_bias", "log_factor", "D_log"),
     )

@@ -279,6 +279,17 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
             types.append(kind)
         return types
 
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+        """How transformers splits the model over ranks (``tp_plan="auto"``); empty if a mixer's heads cannot be."""
+        plans = [MIXERS[name].tensor_plan for name in {self.mixer_name(i) for i in range(self.num_hidden_layers)}]
+        if not all(plans) or self.use_lora_gate or (self.use_mlp and self.mlp != "swiglu"):
+            return {}
+        mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"} if self.use_mlp else {}
+        blocks = {f"attn.{name}".rstrip("."): style for plan in plans for name, style in plan.items()}
+        blocks |= {f"mlp.{name}": style for name, style in mlp.items()}
+        return {f"layers.*.{name}": style for name, style in blocks.items()}
+
     def validate(self) -> None:
         """transformers' own checks refuse layer types that it does not know; ours are derived, and the recurrent one is
         registered with its cache (mdn.models.cache). The fields were checked in ``__post_init__``."""

@@ -33,6 +33,7 @@ from mdn.models.loss import IGNORE_INDEX, chunked_linear_cross_entropy, shift_la
 from mdn.models.quantize import check_format, pack_modules
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.fused import cross_entropy_sum, is_native, swiglu
+from mdn.parallel import tensor as _registers_the_styles  # noqa: F401
 
 if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan

@@ -18,6 +18,7 @@ from mdn.common.hardware import physical_memory
 from mdn.common.loading import import_plugins, load_model, load_tokenizer, resolve_model
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
 from mdn.models.info import shipped_configs
+from mdn.parallel.tensor import check_plan
 from mdn.training.recipe import Recipe
 
 # Entries of a JSON config that say what it is, not what the model looks like.
@@ -104,6 +105,20 @@ def refuse_too_large(recipe: Recipe, config: MomentumDeltaNetConfig) -> None:
             f"recipe {recipe.name}: the model's weights need {size / 1e9:,.1f} GB in float32, but this machine has "
             f"{memory / 1e9:,.1f} GB of memory"
         )
+
+
+def refuse_indivisible(recipe: Recipe, config: MomentumDeltaNetConfig) -> None:
+    """A ValueError if `distributed.tensor_parallel` ranks cannot share the heads; it names the sizes that can."""
+    ranks = recipe.distributed.tensor_parallel
+    if ranks == 1:
+        return
+    model = meta_model(config)
+    check_plan(model)
+    try:
+        for layer in model.model.layers:
+            layer.attn.keep_part(ranks)
+    except ValueError as error:
+        raise ValueError(f"distributed.tensor_parallel={ranks}: {error}") from None
 
 
 def _initialised_from(source: str, config: MomentumDeltaNetConfig) -> MomentumDeltaNetForCausalLM:

@@ -8,7 +8,7 @@ import torch
 
 from mdn.models import MomentumDeltaNetForCausalLM
 from mdn.parallel.volume import layer_volume
-from mdn.training.build import meta_model, model_config
+from mdn.training.build import meta_model, model_config, refuse_indivisible
 from mdn.training.mesh import MeshShape, mesh_shape
 from mdn.training.recipe import Recipe, TokenizerSettings, TrainingSettings
 
@@ -121,8 +121,11 @@ def make_plan(recipe: Recipe, recipe_name: str, overrides: list[str], nodes: int
     mesh = mesh_shape(recipe.distributed, ranks)
     batch = plan_batch(recipe.training, mesh.data)
     config = model_config(recipe, vocabulary(recipe.tokenizer), 0)
+    refuse_indivisible(recipe, config)
     model = meta_model(config)
     parameters = model.num_parameters()
+    in_blocks = sum(parameter.numel() for parameter in model.model.layers.parameters())
+    held = parameters - in_blocks + in_blocks // mesh.tensor
     shards = {"ddp": 1, "fsdp": ranks, "hsdp": recipe.distributed.shard_size or 1}[recipe.distributed.strategy]
     tokens = batch.micro * recipe.training.sequence_length // mesh.context
     half = recipe.training.precision == "bfloat16"
@@ -132,7 +135,7 @@ def make_plan(recipe: Recipe, recipe_name: str, overrides: list[str], nodes: int
         steps=recipe.training.total_steps,
         tokens=recipe.training.total_steps * recipe.training.batch_tokens,
         # weights, gradients and Adam's two averages, all float32
-        state_bytes=16 * parameters // shards,
+        state_bytes=16 * held // shards,
         activation_bytes=_saved_activations(model, tokens, recipe.training.gradient_checkpointing, half),
         mesh=mesh,
         tokens_per_rank=tokens,

@@ -31,7 +31,14 @@ from mdn.common.files import lock_for_life, read_json, share, write_atomically
 from mdn.common.hardware import Threads
 from mdn.common.results import command_line
 from mdn.training import checkpoints
-from mdn.training.build import build_model, check_initial_tokenizer, identity_of, model_config, refuse_too_large
+from mdn.training.build import (
+    build_model,
+    check_initial_tokenizer,
+    identity_of,
+    model_config,
+    refuse_indivisible,
+    refuse_too_large,
+)
 from mdn.training.dataset import PackCollator, PackedSequences, PreparedData, prepare_data
 from mdn.training.evaluate import complete, evaluate, measure_references
 from mdn.training.model_card import model_card, plot_gates, plot_loss
@@ -81,7 +88,9 @@ def train(recipe: Recipe, command: str | None = None) -> RunResult:
 
 def _train(recipe: Recipe, run_dir: Path, stop: StopSignal, command: str) -> RunResult:
     first = is_first_rank()
-    refuse_too_large(recipe, model_config(recipe, vocab_size=1, end_id=0))  # before the text is tokenised
+    small = model_config(recipe, vocab_size=1, end_id=0)
+    refuse_too_large(recipe, small)  # before the text is tokenised
+    refuse_indivisible(recipe, small)
     if first:
         _claim(run_dir)
     data = prepare_data(recipe)

@@ -17,23 +17,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from mdn.common.errors import one_line
 from mdn.models.modeling import refuse_sequence_parallelism
+from mdn.parallel.tensor import load_parts, split_model
 from mdn.training import checkpoints
 from mdn.training.checkpoints import Checkpoint
 from mdn.training.mesh import RankMesh, mesh_shape
 from mdn.training.monitor import NonFiniteError, explain
+from mdn.training.optimizer_state import CANONICAL_GROUPS, load_whole_state, regrouped_schedule, whole_state
 from mdn.training.plan import plan_batch
 from mdn.training.recipe import Recipe, TrainingSettings
 
@@ -195,6 +200,10 @@ class RecipeTrainer(Trainer):
         )
         refuse_sequence_parallelism()
         self.mesh = RankMesh(recipe.distributed, arguments.world_size, arguments.device.type)
+        if self.mesh.shape.tensor > 1:
+            # Only now: while it is whole, the engine takes the model for an ordinary one.
+            split_model(self.model, self.mesh.tensor)  # type: ignore[arg-type]
+            self.is_distributed_loading_by_transformers = True
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
 
@@ -243,8 +252,22 @@ class RecipeTrainer(Trainer):
             inputs["shift_labels"] = labels
         self._last_inputs = inputs
         loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.mesh.shape.tensor > 1 and self.accelerator.sync_gradients:
+            self._average_gradients()
         self.summed_loss = loss if self.summed_loss is None else self.summed_loss + loss
         return loss
+
+    def _average_gradients(self) -> None:
+        """Over the ranks with the same heads: a model of cut parameters is not wrapped for data parallelism."""
+        for parameter in self.model.parameters():  # type: ignore[union-attr]
+            grad = parameter.grad
+            if grad is not None and self.mesh.copies is not None:
+                local = grad.to_local() if isinstance(grad, DTensor) else grad
+                dist.all_reduce(local, group=self.mesh.copies)
+                local /= self.mesh.copies.size()
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing to do for the engine: ``_average_gradients`` does it."""
 
     def compute_loss(self, *arguments: Any, **options: Any) -> Any:
         """With context parallelism the loss is that of all tokens, and its gradient that of this rank's: gradients are
@@ -292,6 +315,44 @@ class RecipeTrainer(Trainer):
         model.zero_grad()  # without gradients the optimiser leaves parameters and its own state as they are
 
     # ---- checkpoints
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.mesh.shape.tensor == 1:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        files = sorted(Path(resume_from_checkpoint).glob("*.safetensors"))
+        load_parts(self.model, {name: x for file in files for name, x in load_file(file).items()})  # type: ignore[arg-type]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with self._whole_optimizer():
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with self._whole_optimizer():
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    @contextmanager
+    def _whole_optimizer(self) -> Iterator[None]:
+        """Inside the block the engine sees the states of a run without tensor parallelism."""
+        if self.mesh.shape.tensor == 1:
+            yield
+            return
+        optimizer, scheduler, model = self.optimizer, self.lr_scheduler, self.model
+        assert optimizer is not None and scheduler is not None and model is not None  # noqa: PT018
+        inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        state = whole_state(inner, model, self._decayed) if inner.state else {}
+        schedule, groups = scheduler.state_dict(), len(inner.param_groups)
+        self.optimizer = SimpleNamespace(  # type: ignore[assignment]
+            state_dict=lambda: state,
+            load_state_dict=lambda saved: load_whole_state(inner, model, self._decayed, saved),
+        )
+        self.lr_scheduler = SimpleNamespace(  # type: ignore[assignment]
+            state_dict=lambda: regrouped_schedule(schedule, CANONICAL_GROUPS),
+            load_state_dict=lambda saved: scheduler.load_state_dict(regrouped_schedule(saved, groups)),
+        )
+        try:
+            yield
+        finally:
+            self.optimizer, self.lr_scheduler = optimizer, scheduler
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = str(super()._get_output_dir(trial))
