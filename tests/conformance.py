@@ -21,8 +21,10 @@ from torch import Tensor
 
 import mdn.ops
 from definition import (
+    AHEAD,
     GATES,
     MOMENTUM,
+    VECTOR_MOMENTUM,
     Tensors,
     first_order_rule,
     leaves,
@@ -86,7 +88,7 @@ def inputs_of(case: Case) -> Tensors:
 def definition_of(case: Case) -> Callable[[Tensors], tuple[Tensor, ...]]:
     def momentum(x: Tensors) -> tuple[Tensor, ...]:
         switches = {"l2norm": case.l2norm is not False, "p_times_alpha": case.p_times_alpha}
-        lookahead = case.rule == "lookahead"
+        lookahead = case.rule in AHEAD
         return momentum_delta_rule(**x, scale=case.scale, offsets=case.offsets, lookahead=lookahead, **switches)
 
     def first_order(x: Tensors) -> tuple[Tensor, ...]:
@@ -100,10 +102,10 @@ def definition_of(case: Case) -> Callable[[Tensors], tuple[Tensor, ...]]:
 
 def public_function(rule: str, form: str) -> Callable[..., Any]:
     """``form`` is chunk, recurrent or step."""
-    name = "momentum_delta_rule" if rule in MOMENTUM else rule
+    name = "vector_momentum_delta" if rule in VECTOR_MOMENTUM else "momentum_delta" if rule in MOMENTUM else rule
     if form == "step":
-        return getattr(mdn.ops, "momentum_delta_step" if rule in MOMENTUM else f"{rule}_step")
-    return getattr(mdn.ops, f"{form}_{name}")
+        return getattr(mdn.ops, f"{name}_step")
+    return getattr(mdn.ops, f"{form}_{name}_rule" if rule in MOMENTUM else f"{form}_{name}")
 
 
 def options_of(case: Case) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def options_of(case: Case) -> dict[str, Any]:
         options["use_qk_l2norm_in_kernel"] = case.l2norm
     if not case.p_times_alpha:
         options["use_p_times_alpha"] = False
-    if case.rule == "lookahead":
+    if case.rule in AHEAD:
         options["lookahead"] = True
     return options
 

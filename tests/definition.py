@@ -22,8 +22,12 @@ GATES = ("log_alpha", "log_mu", "beta", "eta", "direct", "g", "w")
 SCALAR_DECAY = ("linear_attn", "simple_gla", "delta_rule", "gated_delta_rule", "comba")
 VECTOR_DECAY = ("gla", "kda", "rwkv7")
 FIRST_ORDER = SCALAR_DECAY + VECTOR_DECAY
-MOMENTUM = ("momentum", "general", "lookahead")
+SCALAR_MOMENTUM = ("momentum", "general", "lookahead")
 """general: with a direct write beside the momentum; lookahead: also with the error read where the step would lead"""
+VECTOR_MOMENTUM = ("vector", "vector_lookahead")
+"""general and lookahead with a decay of S for every key dimension; vector_lookahead has one of M, too"""
+MOMENTUM = (*SCALAR_MOMENTUM, *VECTOR_MOMENTUM)
+AHEAD = ("lookahead", "vector_lookahead")
 RULES = (*MOMENTUM, *FIRST_ORDER)
 HARD_ZERO = float("-inf")
 
@@ -47,22 +51,27 @@ def read(S: Tensor, x: Tensor) -> Tensor:
     return (S * x.unsqueeze(-1)).sum(-2)
 
 
+def of_rows(gate: Tensor, x: Tensors) -> Tensor:
+    """A gate [N, HV], or [N, HV, K] for a number per key dimension, as a factor of a state."""
+    return column(gate if gate.dim() == x["k"].dim() else column(gate))
+
+
 def momentum(state: Tensor, x: Tensors, probed: Tensor) -> Tensor:
     """state [N, 2, HV, K, V]; the error is read at ``probed``, S itself unless the rule is blockwise or looks ahead."""
     S, M = state.unbind(1)
-    alpha, mu, beta, eta = (column(column(gate)) for gate in (x["alpha"], x["mu"], x["beta"], x["eta"]))
+    alpha, mu, beta, eta = (of_rows(x[name], x) for name in ("alpha", "mu", "beta", "eta"))
     write = outer(x["k"], x["v"] - read(probed, x["p"]))
     M = mu * M - eta * write
     S = alpha * S - beta * M
     if "direct" in x:
-        S = S + column(column(x["direct"])) * write
+        S = S + of_rows(x["direct"], x) * write
     return torch.stack([S, M], 1)
 
 
 def ahead(state: Tensor, x: Tensors) -> Tensor:
     """Where the step leads if nothing is written: alpha S - beta mu M."""
     S, M = state.unbind(1)
-    return column(column(x["alpha"])) * S - column(column(x["beta"] * x["mu"])) * M
+    return of_rows(x["alpha"], x) * S - of_rows(x["beta"], x) * of_rows(x["mu"], x) * M
 
 
 def linear_attn(S: Tensor, x: Tensors) -> Tensor:
@@ -174,7 +183,8 @@ def momentum_delta_rule(
     if direct is not None:
         x["direct"] = direct
     if p_times_alpha and not lookahead:
-        x["p"] = x["alpha"].unsqueeze(-1) * x["p"]
+        alpha = x["alpha"]
+        x["p"] = (alpha if alpha.dim() == x["p"].dim() else alpha.unsqueeze(-1)) * x["p"]
     sequences = v.shape[0] if offsets is None else len(offsets) - 1
     if initial_state is None:
         initial_state = v.new_zeros(2, sequences, v.shape[2], q.shape[3], v.shape[3])
@@ -304,6 +314,17 @@ def momentum_gates(kind: str, draw: Draw, shape: tuple[int, ...]) -> Tensors:
     raise ValueError(f"unknown gates {kind!r}")
 
 
+def with_channels(gates: Tensors, kind: str, draw: Draw, key_dim: int, names: tuple[str, ...]) -> Tensors:
+    """The same kind with a log of its own for every key dimension: what is 0 or a hard zero stays so."""
+    gates = dict(gates)
+    for name in names:
+        logs = gates[name].unsqueeze(-1)
+        gates[name] = logs * (1 + draw.uniform(*gates[name].shape, key_dim))
+        if kind == "mixed":
+            gates[name] = draw.scatter(gates[name], HARD_ZERO, -88.0, -20.0, 0.0, share=0.05)
+    return gates
+
+
 MOMENTUM_GATES = (
     *("layer", "ladder", "alpha 1", "nearly 1", "alpha 0", "both 0", "beta 0", "eta 0"),
     *("falling mu", "wide", "mixed"),
@@ -379,7 +400,11 @@ def make_inputs(
     # A probe near the key, as any sensible one is: along an unrelated one the state would grow without bound.
     p = k + 0.3 * draw.normal(B, T, H, K)
     if rule in MOMENTUM:
-        tensors = {"q": q, "k": k, "v": v, **momentum_gates(gates or "layer", draw, (B, T, HV))}
+        made = momentum_gates(gates or "layer", draw, (B, T, HV))
+        if rule in VECTOR_MOMENTUM:
+            names = ("log_alpha", "log_mu") if rule in AHEAD else ("log_alpha",)
+            made = with_channels(made, gates or "layer", draw, K, names)
+        tensors = {"q": q, "k": k, "v": v, **made}
         tensors |= {"p": p} if with_p else {}
         tensors |= {"initial_state": draw.normal(2, N, HV, K, V)} if with_state else {}
         if rule != "momentum":

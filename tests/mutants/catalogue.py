@@ -21,7 +21,8 @@ class Mutant:
         return f"{self.backend}: {self.fault} ({self.file})"
 
 
-MATH, TORCH = "momentum/chunk_math.py", "momentum/chunk_torch.py"
+MATH, TORCH, PASSES = "momentum/chunk_math.py", "momentum/chunk_torch.py", "momentum/passes.py"
+VECTOR_MATH = "momentum/vector_math.py"
 FORWARD, BACKWARD, CHUNK = "cpu/csrc/forward.cpp", "cpu/csrc/backward.cpp", "cpu/csrc/chunk.h"
 STATE, GATE_GRADIENTS, STEP = "cpu/csrc/state.h", "cpu/csrc/gate_gradients.h", "cpu/csrc/step.cpp"
 REFERENCE, INPUTS = "momentum/reference.py", "first_order/inputs.py"
@@ -112,7 +113,7 @@ MUTANTS = (
     Mutant(
         "torch",
         "gradient: the norm's projection is missing",
-        TORCH,
+        PASSES,
         "            gradient.addcmul_(unit, along.unsqueeze(-1), value=-1)  # (18); the factor n is applied below\n",
         "            pass\n",
     ),
@@ -126,7 +127,7 @@ MUTANTS = (
     Mutant(
         "torch",
         "gradient: value heads that share a key head are not added up",
-        TORCH,
+        PASSES,
         "gradient = gradient.unflatten(0, (-1, shared)).sum(1)",
         "gradient = gradient.unflatten(0, (-1, shared))[:, 0]",
     ),
@@ -140,7 +141,7 @@ MUTANTS = (
     Mutant(
         "torch",
         "tokens that fill a ragged chunk up are not neutral",
-        TORCH,
+        PASSES,
         "rows = torch.where(group.valid.repeat_interleave(self.heads, dim=0), rows, 0.0)",
         "pass",
     ),
@@ -164,6 +165,47 @@ MUTANTS = (
         REFERENCE,
         'torch.einsum("bhk,bhv->bhkv", eta[:, t, :, None] * k[:, t], r)',
         'torch.einsum("bhk,bhv->bhkv", k[:, t], r)',
+    ),
+    # ------------------------------------------------------------------- a decay for every key dimension, in torch
+    Mutant(
+        "torch",
+        "vector momentum: the momentum of the earlier run does not reach the later run's reads",
+        VECTOR_MATH,
+        "read_M.mul_(mbar).addcmul_(read_S, b, value=-1)",
+        "read_M.mul_(mbar)",
+        tests="vector",
+    ),
+    Mutant(
+        "torch",
+        "vector momentum: joined runs forget what the earlier one moved from M to S",
+        VECTOR_MATH,
+        "torch.addcmul(later.abar * self.b, later.b, self.mbar)",
+        "later.b * self.mbar",
+        tests="vector",
+    ),
+    Mutant(
+        "torch",
+        "vector momentum: a query does not read its own token's direct write",
+        VECTOR_MATH,
+        "attend.diagonal(dim1=-2, dim2=-1).copy_(own)",
+        "attend.diagonal(dim1=-2, dim2=-1).copy_(own * 0)",
+        tests="vector",
+    ),
+    Mutant(
+        "torch",
+        "vector momentum: gradient of mu without its way through b",
+        VECTOR_MATH,
+        "torch.addcmul(grad_steps.mbar, grad_b, beta)",
+        "grad_steps.mbar + 0 * beta",
+        tests="vector",
+    ),
+    Mutant(
+        "torch",
+        "vector momentum: places behind the last token decay",
+        VECTOR_MATH,
+        "padded(gates.alpha, 1.0)",
+        "padded(gates.alpha, 0.0)",
+        tests="vector",
     ),
     # --------------------------------------------------------------------------------------------- the native kernel
     Mutant(
@@ -308,8 +350,8 @@ MUTANTS = (
         "torch",
         "vector decay: gradient of the decay one token late",
         VECTOR,
-        "merge.earlier(grad_g)[..., 1:, :].add_(along_columns)",
-        "merge.earlier(grad_g)[..., :-1, :].add_(along_columns)",
+        "merge.pairs.earlier(grad_g)[..., 1:, :].add_(along_columns)",
+        "merge.pairs.earlier(grad_g)[..., :-1, :].add_(along_columns)",
     ),
     Mutant(
         "torch",

@@ -74,7 +74,9 @@ def test_explain_says_in_one_line_what_auto_really_runs(dtype: torch.dtype, monk
     line = explain_backend(inputs["q"])
     assert "\n" not in line
     asked: list[str] = []
-    monkeypatch.setattr(custom_op, "backend_module", lambda name: asked.append(name) or backends.backend_module(name))
+    monkeypatch.setattr(
+        custom_op, "backend_module", lambda name, family: asked.append(name) or backends.backend_module(name, family)
+    )
     chunk_momentum_delta_rule(**inputs)
     assert line.startswith(f"auto -> {asked[0]}: ")
 

@@ -6,7 +6,7 @@ import pytest
 
 from conformance import Case, check
 from definition import MOMENTUM
-from mdn.ops.momentum import chunk_torch
+from mdn.ops.momentum import chunk_torch, vector_torch
 from mdn.ops.momentum.chunk_torch import choose_chunk_size
 
 
@@ -20,6 +20,7 @@ def test_chunks_are_shorter_for_narrow_heads_and_never_longer_than_requested() -
 @pytest.mark.parametrize("rule", MOMENTUM)
 @pytest.mark.parametrize("lengths", [None, (37, 1, 90, 0, 5)], ids=["batch", "pack"])
 def test_sequences_of_several_groups_of_chunks_are_exact(rule: str, lengths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a few chunks are worked on at once; the states between groups are rebuilt from the errors."""
-    monkeypatch.setattr(chunk_torch, "ROWS_AT_ONCE", 64)
+    """Only a few chunks are worked on at once; the states between groups are rebuilt."""
+    for module in (chunk_torch, vector_torch):
+        monkeypatch.setattr(module, "ROWS_AT_ONCE", 64)
     check(Case(rule, B=1, T=150, lengths=lengths, HV=2, chunk_size=16), "torch")

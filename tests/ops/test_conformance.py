@@ -29,6 +29,7 @@ from conformance import (
     public_function,
 )
 from definition import (
+    AHEAD,
     FIRST_ORDER_GATES,
     HARD_ZERO,
     KEYS,
@@ -36,6 +37,7 @@ from definition import (
     MOMENTUM_GATES,
     RULES,
     SCALAR_DECAY,
+    SCALAR_MOMENTUM,
     Tensors,
     converted,
     leaves,
@@ -45,7 +47,7 @@ from definition import (
 BACKENDS = os.environ.get("MDN_TEST_BACKENDS", "torch,cpu,recurrent").split(",")
 INTERPRETED = "triton" in BACKENDS
 """a kernel takes a second or two under the interpreter, so it skips what other cases show as well"""
-FAMILIES = {"torch": RULES, "recurrent": RULES, "cpu": (*MOMENTUM, *SCALAR_DECAY), "triton": ("momentum",)}
+FAMILIES = {"torch": RULES, "recurrent": RULES, "cpu": (*SCALAR_MOMENTUM, *SCALAR_DECAY), "triton": ("momentum",)}
 DTYPES = {
     "recurrent": (torch.float64, torch.bfloat16, torch.float16),
     "torch": (torch.float64, torch.bfloat16, torch.float16),
@@ -195,7 +197,7 @@ def test_the_momentum_rule_takes_any_chunk_size(backend: str, chunk_size: int) -
 
 @pytest.mark.parametrize(
     ("backend", "rule", "p_times_alpha"),
-    [(*pair, choice) for pair in SECOND for choice in (True, False) if choice or pair[1] != "lookahead"],
+    [(*pair, choice) for pair in SECOND for choice in (True, False) if choice or pair[1] not in AHEAD],
 )
 @pytest.mark.parametrize("l2norm", [True, False])
 @pytest.mark.parametrize("with_p", [True, False])

@@ -8,9 +8,12 @@ from mdn.ops.momentum import (
     MomentumOutput,
     blockwise_momentum_delta_rule,
     chunk_momentum_delta_rule,
+    chunk_vector_momentum_delta_rule,
     fused_recurrent_momentum_delta_rule,
     momentum_delta_step,
     recurrent_momentum_delta_rule,
+    recurrent_vector_momentum_delta_rule,
+    vector_momentum_delta_step,
 )
 
 __all__ = [
@@ -18,9 +21,12 @@ __all__ = [
     "SequenceBoundaries",
     "blockwise_momentum_delta_rule",
     "chunk_momentum_delta_rule",
+    "chunk_vector_momentum_delta_rule",
     "explain_backend",
     "fused_recurrent_momentum_delta_rule",
     "momentum_delta_step",
     "recurrent_momentum_delta_rule",
+    "recurrent_vector_momentum_delta_rule",
+    "vector_momentum_delta_step",
     *first_order.__all__,
 ]

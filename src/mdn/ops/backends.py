@@ -1,13 +1,14 @@
 """Which implementation runs: one table of rule family x backend. ``auto`` selects one; an explicit name is binding.
 
-| backend | what it is | momentum | scalar decay | vector decay | where |
-|---|---|---|---|---|---|
-| torch | chunkwise form in torch | yes | yes | yes | everywhere |
-| cpu | native C++ kernel | yes | yes | no | float32 and bfloat16 CPU tensors |
-| triton | Triton kernels | yes | no | no | CUDA and ROCm tensors |
-| fla | flash-linear-attention's kernels | no | yes | yes | CUDA tensors |
+| backend | what it is | momentum | scalar decay | vector decay | vector momentum | where |
+|---|---|---|---|---|---|---|
+| torch | chunkwise form in torch | yes | yes | yes | yes | everywhere |
+| cpu | native C++ kernel | yes | yes | no | no | float32 and bfloat16 CPU tensors |
+| triton | Triton kernels | yes | no | no | no | CUDA and ROCm tensors |
+| fla | flash-linear-attention's kernels | no | yes | yes | no | CUDA tensors |
 
-Scalar decay: linear_attn, simple_gla, delta_rule, gated_delta_rule, comba. Vector decay: gla, kda, rwkv7.
+Scalar decay: linear_attn, simple_gla, delta_rule, gated_delta_rule, comba. Vector decay: gla, kda, rwkv7. Vector
+momentum: the momentum delta rule with a decay for every key dimension.
 
 The environment variable ``MDN_BACKEND`` replaces ``auto``: it is as binding as ``backend=``, which wins over it.
 ``registered_backend`` adds a backend from outside for a while; ``auto`` never selects it.
@@ -34,6 +35,7 @@ _MODULES: dict[str, dict[str, str]] = {
     "momentum": {"torch": "mdn.ops.momentum.chunk_torch", "cpu": "mdn.ops.cpu", "triton": "mdn.ops.triton"},
     "scalar decay": {"torch": "mdn.ops.first_order.chunk_scalar", "cpu": "mdn.ops.cpu", "fla": "fla.ops"},
     "vector decay": {"torch": "mdn.ops.first_order.chunk_vector", "fla": "fla.ops"},
+    "vector momentum": {"torch": "mdn.ops.momentum.vector_torch"},
 }
 """family -> backend -> module that computes it"""
 
@@ -41,10 +43,16 @@ _FAMILIES: dict[str, str] = {
     "momentum": "momentum",
     **dict.fromkeys(("linear_attn", "simple_gla", "delta_rule", "gated_delta_rule", "comba"), "scalar decay"),
     **dict.fromkeys(("gla", "kda", "rwkv7"), "vector decay"),
+    "vector_momentum": "vector momentum",
 }
 """rule -> family"""
 
-_PREFERRED = {"momentum": ("triton", "cpu"), "scalar decay": ("fla", "cpu"), "vector decay": ("fla",)}
+_PREFERRED: dict[str, tuple[str, ...]] = {
+    "momentum": ("triton", "cpu"),
+    "scalar decay": ("fla", "cpu"),
+    "vector decay": ("fla",),
+    "vector momentum": (),
+}
 """what ``auto`` tries before torch, in this order"""
 
 _DEVICES = {"cpu": "cpu", "triton": "cuda", "fla": "cuda"}
@@ -55,6 +63,9 @@ _NOT_FOR_FAMILY = {
     ("scalar decay", "triton"): "the Triton kernels serve the momentum delta rule, not the first-order rules",
     ("vector decay", "triton"): "the Triton kernels serve the momentum delta rule, not the first-order rules",
     ("vector decay", "cpu"): "the native kernel has no decay per key dimension",
+    ("vector momentum", "cpu"): "the native kernel has no decay per key dimension",
+    ("vector momentum", "triton"): "the Triton kernels have no decay per key dimension",
+    ("vector momentum", "fla"): "FLA's kernels serve the first-order rules, not the momentum delta rule",
 }
 
 
@@ -69,7 +80,7 @@ _ADDED: dict[str, dict[str, tuple[Any, Callable[[Tensor], str | None] | None]]] 
 
 
 def family_of(rule: str) -> str:
-    """``momentum``, ``scalar decay`` or ``vector decay``; a rule's name or the family's own."""
+    """``momentum``, ``scalar decay``, ``vector decay`` or ``vector momentum``; of a rule's name or the family's own."""
     if rule in _MODULES:
         return rule
     if rule not in _FAMILIES:
@@ -199,11 +210,11 @@ def why_not(
             return f"it was registered for the rule of the paper, without {' and '.join(features)}"
         reason_of = _ADDED[family][backend][1]
         return None if reason_of is None else reason_of(tensor)
+    if backend not in _MODULES[family]:
+        return _NOT_FOR_FAMILY.get((family, backend), f"it was not registered for {family} rules")
     missing = [_NO_FEATURE[backend, feature] for feature in features if (backend, feature) in _NO_FEATURE]
     if missing:
         return missing[0]
-    if backend not in _MODULES[family]:
-        return _NOT_FOR_FAMILY.get((family, backend), f"it was not registered for {family} rules")
     if backend == "fla" and decode:
         return "FLA's kernels are used for whole sequences, not for decode steps"
     reason = _why_not(backend, str(tensor.device), tensor.dtype)
@@ -263,8 +274,8 @@ def chunk_size_for(backend: str, limit: int) -> int:
 def explain_backend(tensor: Tensor, backend: str = "auto", rule: str = "momentum") -> str:
     """One line: what would run for tensors like this one, and why.
 
-    ``rule`` is ``momentum`` or a first-order rule: ``linear_attn``, ``simple_gla``, ``delta_rule``,
-    ``gated_delta_rule``, ``comba``, ``gla``, ``kda`` or ``rwkv7``.
+    ``rule`` is ``momentum``, ``vector_momentum`` or a first-order rule: ``linear_attn``, ``simple_gla``,
+    ``delta_rule``, ``gated_delta_rule``, ``comba``, ``gla``, ``kda`` or ``rwkv7``.
     """
     name, request = requested_backend(backend)
     if name == "auto":

@@ -30,6 +30,7 @@ from mdn.ops.chunking import chunk_scan
 from mdn.ops.first_order.chunk_scalar import one_row_down, solve_unit_lower
 from mdn.ops.first_order.inputs import PreparedTensors
 from mdn.ops.first_order.state_scan import state_scan
+from mdn.ops.pairwise import Pairs, in_pairs, levels
 from mdn.ops.shared_checks import without_autocast
 
 
@@ -81,51 +82,30 @@ def chunk_decays(log_alpha: Tensor) -> tuple[Tensor, Tensor]:
 #
 #     products[m, n, i, j] = sum_d late[m, i, d] early[n, j, d] exp(g[j+1, d] + ... + g[i, d])     for i >= j, else 0
 #
-# The decay cannot be taken out of the sum, and splitting it as exp(G_i) exp(-G_j) overflows. Instead blocks of 1, 2,
-# 4, ... tokens are merged in pairs. The border between the two blocks of a pair is the anchor: the later vectors decay
-# from the anchor on, the earlier ones up to it. Both are sums of given logarithms, never differences.
+# Runs of 1, 2, 4, ... tokens are merged in pairs (``mdn.ops.pairwise``). The decays up to an anchor and from it on are
+# sums of given logarithms, never differences.
 
 
 class Merge(NamedTuple):
-    """One level of pairwise merging. ``[..., C, D]`` is seen as ``[..., pairs, 2, block, D]``."""
+    """One level of pairwise merging."""
 
-    block: int
+    pairs: Pairs
     to_anchor: Tensor
-    """[..., pairs, block, K]: decay of each token of the earlier blocks up to the anchor"""
+    """[..., pairs, block, K]: decay of each token of the earlier runs up to the anchor"""
     from_anchor: Tensor
-    """[..., pairs, block, K]: decay of each token of the later blocks from the anchor on"""
-
-    def earlier(self, x: Tensor) -> Tensor:
-        """``[..., C, D]`` to the earlier blocks of all pairs ``[..., pairs, block, D]``, as a view."""
-        return in_pairs(x, -2, self.block)[..., 0, :, :]
-
-    def later(self, x: Tensor) -> Tensor:
-        return in_pairs(x, -2, self.block)[..., 1, :, :]
-
-    def between(self, x: Tensor) -> Tensor:
-        """The parts ``[..., pairs, block, block]`` of ``[..., C, C]`` where a pair's later rows meet its earlier
-        columns, as a view."""
-        grid = in_pairs(in_pairs(x, -1, self.block), -4, self.block)  # [..., pairs, 2, block, pairs, 2, block]
-        return grid[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-
-
-def in_pairs(x: Tensor, dim: int, block: int) -> Tensor:
-    """A view in which ``dim`` is (pairs, 2, block)."""
-    return torch.unflatten(x, dim, (-1, 2, block))
+    """[..., pairs, block, K]: decay of each token of the later runs from the anchor on"""
 
 
 def pairwise_merges(g: Tensor) -> Iterator[Merge]:
-    """The levels for logarithms ``g [..., C, K]``, C a power of two. Together with the diagonal, their ``between``
-    parts tile the lower triangle of ``[C, C]``. Every exponent is <= 0, and a gate of ``-inf`` gives an exact zero."""
-    block = 1
-    up_to, after = g, torch.zeros_like(g)  # sums over the token's block: up to the token, and after it
-    while block < g.shape[-2]:
-        prefix, suffix = in_pairs(up_to, -2, block), in_pairs(after, -2, block)
-        yield Merge(block, suffix[..., 0, :, :].exp(), prefix[..., 1, :, :].exp())
+    """The levels for logarithms ``g [..., C, K]``. Every exponent is <= 0, and a gate of ``-inf`` gives an exact
+    zero."""
+    up_to, after = g, torch.zeros_like(g)  # sums over the token's run: up to the token, and after it
+    for pairs in levels(g.shape[-2]):
+        prefix, suffix = in_pairs(up_to, -2, pairs.block), in_pairs(after, -2, pairs.block)
+        yield Merge(pairs, suffix[..., 0, :, :].exp(), prefix[..., 1, :, :].exp())
         totals = prefix[..., -1:, :]
         up_to = torch.stack([prefix[..., 0, :, :], prefix[..., 1, :, :] + totals[..., 0, :, :]], -3).reshape(g.shape)
         after = torch.stack([suffix[..., 0, :, :] + totals[..., 1, :, :], suffix[..., 1, :, :]], -3).reshape(g.shape)
-        block *= 2
 
 
 def decayed_products(late: Tensor, early: Tensor, g: Tensor) -> Tensor:
@@ -147,9 +127,9 @@ class _DecayedProducts(torch.autograd.Function):
         same = late.unsqueeze(-3) * early.unsqueeze(-4)
         products.diagonal(dim1=-2, dim2=-1).copy_(same.sum(-1))
         for merge in pairwise_merges(g):
-            rows = merge.later(late) * merge.from_anchor.unsqueeze(-4)
-            columns = merge.earlier(early) * merge.to_anchor.unsqueeze(-4)
-            merge.between(products).copy_(torch.einsum("...mpid,...npjd->...mnpij", rows, columns))
+            rows = merge.pairs.later(late) * merge.from_anchor.unsqueeze(-4)
+            columns = merge.pairs.earlier(early) * merge.to_anchor.unsqueeze(-4)
+            merge.pairs.between(products).copy_(torch.einsum("...mpid,...npjd->...mnpij", rows, columns))
         return products
 
     @staticmethod
@@ -161,16 +141,16 @@ class _DecayedProducts(torch.autograd.Function):
         grad_early = torch.einsum("...mni,...mid->...nid", on_diagonal, late)
         grad_g = torch.zeros_like(g)
         for merge in pairwise_merges(g):
-            grad_between = merge.between(grad)
-            rows = merge.later(late) * merge.from_anchor.unsqueeze(-4)
-            columns = merge.earlier(early) * merge.to_anchor.unsqueeze(-4)
+            grad_between = merge.pairs.between(grad)
+            rows = merge.pairs.later(late) * merge.from_anchor.unsqueeze(-4)
+            columns = merge.pairs.earlier(early) * merge.to_anchor.unsqueeze(-4)
             grad_rows = torch.einsum("...mnpij,...npjd->...mpid", grad_between, columns)
             grad_columns = torch.einsum("...mnpij,...mpid->...npjd", grad_between, rows)
-            merge.later(grad_late).add_(grad_rows * merge.from_anchor.unsqueeze(-4))
-            merge.earlier(grad_early).add_(grad_columns * merge.to_anchor.unsqueeze(-4))
+            merge.pairs.later(grad_late).add_(grad_rows * merge.from_anchor.unsqueeze(-4))
+            merge.pairs.earlier(grad_early).add_(grad_columns * merge.to_anchor.unsqueeze(-4))
             # Token l of the later block decays every row i >= l; token l of the earlier one every column j < l.
             along_rows = (grad_rows * rows).sum(-4).flip(-2).cumsum(-2).flip(-2)
             along_columns = (grad_columns * columns).sum(-4).cumsum(-2)[..., :-1, :]
-            merge.later(grad_g).add_(along_rows)
-            merge.earlier(grad_g)[..., 1:, :].add_(along_columns)
+            merge.pairs.later(grad_g).add_(along_rows)
+            merge.pairs.earlier(grad_g)[..., 1:, :].add_(along_columns)
         return grad_late, grad_early, grad_g

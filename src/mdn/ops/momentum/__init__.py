@@ -6,12 +6,20 @@ from mdn.ops.momentum.api import (
 )
 from mdn.ops.momentum.interface import MomentumOutput
 from mdn.ops.momentum.step import momentum_delta_step
+from mdn.ops.momentum.vector_api import (
+    chunk_vector_momentum_delta_rule,
+    recurrent_vector_momentum_delta_rule,
+    vector_momentum_delta_step,
+)
 
 __all__ = [
     "MomentumOutput",
     "blockwise_momentum_delta_rule",
     "chunk_momentum_delta_rule",
+    "chunk_vector_momentum_delta_rule",
     "fused_recurrent_momentum_delta_rule",
     "momentum_delta_step",
     "recurrent_momentum_delta_rule",
+    "recurrent_vector_momentum_delta_rule",
+    "vector_momentum_delta_step",
 ]

@@ -7,7 +7,7 @@ then M, where N is B, or the number of sequences in ``cu_seqlens``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,34 +79,19 @@ def chunk_momentum_delta_rule(
     Returns:
         ``o [B, T, HV, V]`` and the final state, or None.
     """
-    checks.check_chunk_size(chunk_size)
-    tensors = _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
-    plan = requested_plan(context_parallel, cu_seqlens)
-    if plan is not None:
-
-        def rule(part: TokenTensors, state: Tensor | None, boundaries: SequenceBoundaries) -> MomentumOutput:
-            return chunk_momentum_delta_rule(
-                **part,  # type: ignore[arg-type]
-                scale=scale,
-                initial_state=state,
-                output_final_state=True,
-                cu_seqlens=boundaries,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                use_p_times_alpha=use_p_times_alpha,
-                lookahead=lookahead,
-                chunk_size=chunk_size,
-                backend=backend,
-                check_gates=check_gates,
-            )
-
-        return _over_ranges(rule, tensors, plan, output_final_state)
-    boundaries = _check(tensors, cu_seqlens)
-    chosen = backends.resolve(backend, q, v=v, features=features_of(tensors, lookahead))
-    chunk_size = backends.chunk_size_for(chosen, chunk_size)
-    p_times_alpha = checks.check_probe(use_p_times_alpha, lookahead)
-    options = RuleOptions(check_scale(scale, q), chunk_size, use_qk_l2norm_in_kernel, p_times_alpha, lookahead)
-    result = custom_op.forward(tensors, boundaries, options, check_gates, chosen)
-    return MomentumOutput(result.o, result.final_state if output_final_state else None)
+    call = ChunkCall(
+        scale,
+        output_final_state,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        use_p_times_alpha,
+        chunk_size,
+        lookahead,
+        backend,
+        check_gates,
+        context_parallel,
+    )
+    return chunk_form(checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state), call)
 
 
 def recurrent_momentum_delta_rule(
@@ -129,15 +114,14 @@ def recurrent_momentum_delta_rule(
     lookahead: bool = False,
 ) -> MomentumOutput:
     """The definition: a plain differentiable loop over tokens. Arguments as in ``chunk_momentum_delta_rule``."""
-    return _loop(
-        _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state),
+    return loop_form(
+        checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state),
         scale,
         output_final_state,
         cu_seqlens,
         use_qk_l2norm_in_kernel,
         use_p_times_alpha,
         lookahead,
-        block_size=1,
     )
 
 
@@ -172,8 +156,8 @@ def blockwise_momentum_delta_rule(
         raise ValueError(f"{request} cannot be used here: blockwise momentum is computed by the torch backend only")
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
-    return _loop(
-        _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state),
+    return loop_form(
+        checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state),
         scale,
         output_final_state,
         cu_seqlens,
@@ -210,7 +194,7 @@ def fused_recurrent_momentum_delta_rule(
 
     Arguments as in ``chunk_momentum_delta_rule``.
     """
-    tensors = _bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
+    tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
     plan = requested_plan(context_parallel, cu_seqlens)
     short = plan is None and cu_seqlens is None and q.dim() == 4 and 0 < q.shape[1] <= LOOP_AT_MOST
     if not short or custom_op.wants_gradients(tensors) or custom_op.is_followed(tensors):
@@ -239,25 +223,50 @@ def fused_recurrent_momentum_delta_rule(
 # ------------------------------------------------------------------------------------------------------------ shared
 
 
-def _bundle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor | None,
-    log_alpha: Tensor,
-    log_mu: Tensor,
-    beta: Tensor | None,
-    eta: Tensor | None,
-    direct: Tensor | None,
-    initial_state: Tensor | tuple[Tensor, Tensor] | None,
-) -> RuleTensors:
-    beta, eta = checks.ones_if_none(beta, v), checks.ones_if_none(eta, v)
-    return RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct, checks.stacked_state(initial_state))
+class ChunkCall(NamedTuple):
+    """The arguments of a chunk form that are not tensors, as they were given."""
+
+    scale: float | None
+    output_final_state: bool
+    cu_seqlens: Tensor | SequenceBoundaries | None
+    l2norm: bool
+    p_times_alpha: bool
+    chunk_size: int
+    lookahead: bool
+    backend: str
+    check_gates: bool
+    context_parallel: ContextParallelPlan | None
+    vector: bool = False
+    """whether log_alpha has a number for every key dimension"""
 
 
-def _check(tensors: RuleTensors, cu_seqlens: Tensor | SequenceBoundaries | None) -> SequenceBoundaries | Tensor | None:
+def chunk_form(tensors: RuleTensors, call: ChunkCall) -> MomentumOutput:
+    """Scalar or vector decays, this rank's tokens of a plan or all of them."""
+    checks.check_chunk_size(call.chunk_size)
+    plan = requested_plan(call.context_parallel, call.cu_seqlens)
+    if plan is not None:
+        alone = call._replace(output_final_state=True, context_parallel=None)
+
+        def rule(part: TokenTensors, state: Tensor | None, boundaries: SequenceBoundaries) -> MomentumOutput:
+            given = RuleTensors(**part, initial_state=state)  # type: ignore[arg-type]
+            return chunk_form(given, alone._replace(cu_seqlens=boundaries))
+
+        return _over_ranges(rule, tensors, plan, call)
+    boundaries = _check(tensors, call.cu_seqlens, call.vector)
+    features = features_of(tensors, call.lookahead)
+    chosen = backends.resolve(call.backend, tensors.q, tensors.family, tensors.v, features=features)
+    chunk_size = backends.chunk_size_for(chosen, call.chunk_size)
+    p_times_alpha = checks.check_probe(call.p_times_alpha, call.lookahead)
+    options = RuleOptions(check_scale(call.scale, tensors.q), chunk_size, call.l2norm, p_times_alpha, call.lookahead)
+    result = custom_op.forward(tensors, boundaries, options, call.check_gates, chosen)
+    return MomentumOutput(result.o, result.final_state if call.output_final_state else None)
+
+
+def _check(
+    tensors: RuleTensors, cu_seqlens: Tensor | SequenceBoundaries | None, vector: bool = False
+) -> SequenceBoundaries | Tensor | None:
     """Everything but values; returns the boundaries."""
-    checks.check_tensors(tensors, rank=4)
+    checks.check_tensors(tensors, rank=4, vector=vector)
     boundaries = checks.check_boundaries(cu_seqlens, tensors.q)
     checks.check_initial_state(tensors, tensors.q.shape[0] if boundaries is None else num_sequences(boundaries))
     return boundaries
@@ -267,10 +276,10 @@ def _over_ranges(
     rule: Callable[[TokenTensors, Tensor | None, SequenceBoundaries], MomentumOutput],
     tensors: RuleTensors,
     plan: ContextParallelPlan,
-    output_final_state: bool,
+    call: ChunkCall,
 ) -> MomentumOutput:
     """For this rank's tokens of a plan; S above M is one state of 2K rows."""
-    checks.check_tensors(tensors, rank=4)
+    checks.check_tensors(tensors, rank=4, vector=call.vector)
     check_tokens("q", tensors.q, plan)
     checks.check_initial_state(tensors, plan.documents.num_sequences)
 
@@ -283,7 +292,7 @@ def _over_ranges(
     given = tensors._asdict()
     state = given.pop("initial_state")
     initial = None if state is None else _rows(state.to(compute_dtype(tensors.q)))
-    o, X = over_ranges(on_rows, given, 2 * tensors.q.shape[3], plan, initial, output_final_state)
+    o, X = over_ranges(on_rows, given, 2 * tensors.q.shape[3], plan, initial, call.output_final_state)
     return MomentumOutput(o, None if X is None else X.unflatten(2, (2, -1)).movedim(2, 0))
 
 
@@ -292,7 +301,7 @@ def _rows(state: Tensor) -> Tensor:
     return state.movedim(0, 2).flatten(2, 3)
 
 
-def _loop(
+def loop_form(
     tensors: RuleTensors,
     scale: float | None,
     output_final_state: bool,
@@ -300,10 +309,12 @@ def _loop(
     l2norm: bool,
     p_times_alpha: bool,
     lookahead: bool,
-    block_size: int,
+    block_size: int = 1,
+    vector: bool = False,
 ) -> MomentumOutput:
+    """Token by token, or block by block, differentiable."""
     refuse_plan("a loop over tokens", "use chunk_momentum_delta_rule")
-    boundaries = _check(tensors, cu_seqlens)
+    boundaries = _check(tensors, cu_seqlens, vector)
     if isinstance(boundaries, Tensor):
         boundaries = SequenceBoundaries.from_cu_seqlens(boundaries, tensors.q.shape[1])
     checks.check_gate_values(tensors)

@@ -19,8 +19,27 @@ def ones_if_none(gate: Tensor | None, v: Tensor) -> Tensor:
     return torch.ones(v.shape[:-1], dtype=compute_dtype(v), device=v.device)
 
 
-def check_tensors(tensors: RuleTensors, rank: int) -> None:
-    """Shapes, dtypes and devices of q, k, v, p ([..., H, D], ``rank`` dimensions) and the gates ([..., HV])."""
+def bundle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    log_alpha: Tensor,
+    log_mu: Tensor,
+    beta: Tensor | None,
+    eta: Tensor | None,
+    direct: Tensor | None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+) -> RuleTensors:
+    """The tensors of a call as given, with ones where beta or eta is None."""
+    beta = ones_if_none(beta, v) if beta is None else beta
+    eta = ones_if_none(eta, v) if eta is None else eta
+    return RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct, stacked_state(initial_state))
+
+
+def check_tensors(tensors: RuleTensors, rank: int, vector: bool = False) -> None:
+    """Shapes, dtypes and devices of q, k, v, p ([..., H, D], ``rank`` dimensions) and the gates: [..., HV], but
+    log_alpha [..., HV, K] in the rule with ``vector`` decays, and log_mu either."""
     q, k, v, p = tensors.q, tensors.k, tensors.v, tensors.p
     for name, x in tensors._asdict().items():
         if name != "initial_state" and not isinstance(x, Tensor) and not (x is None and name in ("p", "direct")):
@@ -41,8 +60,11 @@ def check_tensors(tensors: RuleTensors, rank: int) -> None:
         raise ValueError(f"head dimensions must be positive, got {q.shape[-1]} for q, k and {v.shape[-1]} for v")
     _check_dtypes_and_devices(tensors)
     for name, gate in tensors.gates.items():
-        if gate.shape != v.shape[:-1]:
-            raise ValueError(f"{name} must have shape {list(v.shape[:-1])}, one per value head, got {list(gate.shape)}")
+        per_channel = vector and (name == "log_alpha" or (name == "log_mu" and gate.dim() == rank))
+        expected = [*v.shape[:-1], q.shape[-1]] if per_channel else [*v.shape[:-1]]
+        if list(gate.shape) != expected:
+            what = "one per value head and key dimension" if per_channel else "one per value head"
+            raise ValueError(f"{name} must have shape {expected}, {what}, got {list(gate.shape)}")
 
 
 def _check_dtypes_and_devices(tensors: RuleTensors) -> None:

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mdn.ops.momentum.interface import RuleOptions
+from mdn.ops.momentum.rounds import ChunkMap, UnitTriangle
 from mdn.ops.momentum.scratch import BackwardScratch, ChunkScratch
 
 LOG2_E = math.log2(math.e)  # powers of two: torch's exp is 30 times slower where it underflows
@@ -38,7 +39,7 @@ LOG_OF_ZERO = -1e4  # its exponential is exactly 0, and unlike -inf it may be mu
 class GateRows(NamedTuple):
     """The gates of every token, or their gradients."""
 
-    log_alpha: Tensor  # [Z, C], as are all
+    log_alpha: Tensor  # [Z, C], as are all; with channels [Z, C, K], as log_mu may be too
     log_mu: Tensor
     beta: Tensor
     eta: Tensor
@@ -137,25 +138,17 @@ def segment_decay_adjoint(change: Tensor) -> Tensor:
 
 
 @dataclass
-class PreparedChunks:
+class PreparedChunks(ChunkMap):
     """All of a chunk that does not depend on the states."""
 
     gates: GateRows
     coefficients: Coefficients
     alpha: Tensor | None  # [Z, C, 1]: what multiplies p; None for one
     probe_rows: slice  # rows of the coefficients that p reads
-    pq: Tensor  # [Z, 2C, K]: rows of p, then rows of q
-    k: Tensor  # [Z, C, K]
     p_is_k: bool
     pk_qk: Tensor  # [Z, 2C, C]: inner products with k
-    attend: Tensor  # [Z, C, C]
-    erase: Tensor  # [Z, C, C], read below the diagonal only
-    inverse_first: Tensor  # [Z, C/2, C/2]: inverse of I + erase in the first half of the rows and columns
-    inverse_second: Tensor  # the same for the second half
     read_factors: Tensor  # [Z, 2C, 2]: what multiplies the rows of p and q in front of S and of M
-    read: Tensor  # [Z, 2C, 2K]: read_p, then read_q
     write_factors: Tensor  # [Z, C, 2]: write_S, -write_M
-    write: Tensor  # [Z, C, 2K]
     abar_C: Tensor  # [Z, 1, 1], as are the next two
     b_C: Tensor
     mbar_C: Tensor
@@ -168,20 +161,6 @@ class PreparedChunks:
         next_S.addcmul_(M, self.b_C[z], value=-1)
         torch.mul(M, self.mbar_C[z], out=next_M)
         out.baddbmm_(self.write[z].mT, residual)
-
-    def solve(self, target: Tensor, z: slice, out: Tensor) -> None:
-        """``out`` = R of the chunks z, from target [z, C, V] (6): the first half, then the second."""
-        half = self.inverse_first.shape[-1]
-        first = torch.bmm(self.inverse_first[z], target[:, :half])
-        second = torch.baddbmm(target[:, half:], self.erase[z, half:, :half], first, alpha=-1)
-        out[:, :half], out[:, half:] = first, torch.bmm(self.inverse_second[z], second)
-
-    def solve_transposed(self, grad_residual: Tensor, z: slice, out: Tensor) -> None:
-        """``out`` = grad_target of the chunks z (10)."""
-        half = self.inverse_first.shape[-1]
-        second = torch.bmm(self.inverse_second[z].mT, grad_residual[:, half:])
-        first = torch.baddbmm(grad_residual[:, :half], self.erase[z, half:, :half].mT, second, alpha=-1)
-        out[:, :half], out[:, half:] = torch.bmm(self.inverse_first[z].mT, first), second
 
     def retreat(self, grad_X: Tensor, z: slice, out: Tensor) -> None:
         """``out`` = D^T grad_X', the part of (11) that is carried over; ``out`` may be the gradient itself."""
@@ -210,8 +189,6 @@ def prepare(
     erase = torch.mul(pk_qk[:, :size], gamma_S[:, probe_rows, 1:], out=scratch.erase)  # (6)
     if alpha is not None:
         erase.mul_(alpha)
-    half = size // 2
-    inverse_first, inverse_second = (_unit_lower_inverse(erase[:, x, x]) for x in (slice(half), slice(half, None)))
     attend = torch.mul(pk_qk[:, size:], gamma_S[:, 1:, 1:], out=scratch.attend)  # (7)
 
     read_factors = _read_factors(coefficients, alpha, probe_rows)
@@ -226,9 +203,7 @@ def prepare(
         p_is_k=p_is_k,
         pk_qk=pk_qk,
         attend=attend,
-        erase=erase,
-        inverse_first=inverse_first,
-        inverse_second=inverse_second,
+        triangle=UnitTriangle.of(erase),
         read_factors=read_factors,
         read=spread(pq, read_factors, out=scratch.read),
         write_factors=write_factors,
@@ -237,18 +212,6 @@ def prepare(
         b_C=gamma_S[:, -1:, :1],
         mbar_C=gamma_M[:, -1:, :1],
     )
-
-
-def _unit_lower_inverse(strictly_lower: Tensor) -> Tensor:
-    """(I + A)^-1 of A [Z, n, n].
-
-    One product with the inverse of a whole chunk is slower than substitution by halves, and it loses three digits more
-    where one key repeats and the gates hardly damp: there I + erase is ill-conditioned.
-    """
-    identity = torch.eye(strictly_lower.shape[-1], dtype=strictly_lower.dtype, device=strictly_lower.device)
-    identity = identity.expand_as(strictly_lower)
-    inverse: Tensor = torch.linalg.solve_triangular(strictly_lower, identity, upper=False, unitriangular=True)
-    return inverse
 
 
 def _read_factors(coefficients: Coefficients, alpha: Tensor | None, probe_rows: slice) -> Tensor:

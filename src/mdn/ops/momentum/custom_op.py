@@ -33,7 +33,9 @@ def forward(
         if check_gates:
             check_gate_values(tensors)
         with without_autocast(tensors.q):
-            result: ForwardResult = backend_module(backend).forward(tensors, boundaries, options, save_residual)
+            result: ForwardResult = backend_module(backend, tensors.family).forward(
+                tensors, boundaries, options, save_residual
+            )
             return result
     refuse_forward_mode(tensors, "momentum delta rule", "recurrent_momentum_delta_rule")
     outputs = momentum_delta_rule(
@@ -131,7 +133,8 @@ def momentum_delta_rule(
         check_gate_values(tensors)
     options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha, lookahead)
     with without_autocast(q):
-        result = backend_module(backend).forward(tensors, _boundaries(cu_seqlens, q.shape[1]), options, save_residual)
+        module, boundaries = backend_module(backend, tensors.family), _boundaries(cu_seqlens, q.shape[1])
+        result = module.forward(tensors, boundaries, options, save_residual)
     return tuple(result)
 
 
@@ -144,7 +147,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     o = v.new_empty(v.shape)
     final_state = v.new_empty(2, sequences, v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
     residual_dtype = v.dtype if call.backend == "triton" else dtype
-    residual = v.new_empty(v.shape if call.save_residual else (0,), dtype=residual_dtype)
+    saved = call.save_residual and call.tensors.family == "momentum"  # vector decays need the inputs only
+    residual = v.new_empty(v.shape if saved else (0,), dtype=residual_dtype)
     return o, final_state, residual
 
 
@@ -179,7 +183,8 @@ def momentum_delta_rule_backward(
     options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha, lookahead)
     boundaries = _boundaries(cu_seqlens, q.shape[1])
     with without_autocast(q):
-        grads = backend_module(backend).backward(grad_o, grad_final_state, tensors, residual, boundaries, options)
+        module = backend_module(backend, tensors.family)
+        grads = module.backward(grad_o, grad_final_state, tensors, residual, boundaries, options)
     return [q.new_empty(0) if grad is None else grad for grad in grads]
 
 
@@ -260,7 +265,8 @@ def momentum_delta_step(
     tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct)
     options = RuleOptions(scale, l2norm=l2norm, p_times_alpha=p_times_alpha, lookahead=lookahead)
     with torch.no_grad(), without_autocast(q):
-        o: Tensor = backend_module(backend).step_(tensors, StepState(S, M, state_indices), options)
+        module = backend_module(backend, tensors.family)
+        o: Tensor = module.step_(tensors, StepState(S, M, state_indices), options)
     return o
 
 

@@ -40,7 +40,7 @@ class RuleTensors(NamedTuple):
     p: Tensor | None
     """[B, T, H, K]: what the state is probed with; None means k"""
     log_alpha: Tensor
-    """[B, T, HV], as are all gates"""
+    """[B, T, HV], as are all gates; of the rule with vector decays [B, T, HV, K], and log_mu may be so too"""
     log_mu: Tensor
     beta: Tensor
     eta: Tensor
@@ -61,6 +61,21 @@ class RuleTensors(NamedTuple):
         """The gates by name, ``direct`` only if there is one."""
         gates = {"log_alpha": self.log_alpha, "log_mu": self.log_mu, "beta": self.beta, "eta": self.eta}
         return gates if self.direct is None else gates | {"direct": self.direct}
+
+    @property
+    def scalar_gates(self) -> dict[str, Tensor]:
+        """Those with one number per head and token."""
+        return {name: gate for name, gate in self.gates.items() if gate.dim() < self.v.dim()}
+
+    @property
+    def vector_gates(self) -> dict[str, Tensor]:
+        """Those with one number per key dimension: log_alpha, or both logs, of the rule with vector decays."""
+        return {name: gate for name, gate in self.gates.items() if gate.dim() == self.v.dim()}
+
+    @property
+    def family(self) -> str:
+        """The rule's family in ``mdn.ops.backends``."""
+        return "vector momentum" if self.log_alpha.dim() == self.v.dim() else "momentum"
 
 
 class StepState(NamedTuple):

@@ -5,7 +5,8 @@
     S_t = alpha_t S_{t-1} - beta_t M_t + direct_t k_t r_t^T       fast weight; direct is zero unless given
     o_t = scale * S_t^T q_t                                       read-out
 
-With look-ahead the error is read at alpha_t S_{t-1} - beta_t mu_t M_{t-1} instead of S_{t-1}.
+With look-ahead the error is read at alpha_t S_{t-1} - beta_t mu_t M_{t-1} instead of S_{t-1}. With vector decays
+alpha_t, and perhaps mu_t, is a number for every row of the states.
 
 Differentiable by autograd, also twice and forward; float64 stays float64. Every other form is tested against this one.
 
@@ -43,7 +44,7 @@ class TokenInputs(NamedTuple):
     k: Tensor
     v: Tensor  # [B, T, HV, V]
     p: Tensor
-    log_alpha: Tensor  # [B, T, HV], as are all gates
+    log_alpha: Tensor  # [B, T, HV], as are all gates; or [B, T, HV, K], as log_mu may be too
     log_mu: Tensor
     beta: Tensor
     eta: Tensor
@@ -66,7 +67,7 @@ class TokenInputs(NamedTuple):
         if groups > 1:
             q, k, p = (x.repeat_interleave(groups, dim=-2) for x in (q, k, p))
         if options.p_times_alpha:
-            p = p * gates["log_alpha"].exp().unsqueeze(-1)
+            p = p * per_row(gates["log_alpha"].exp(), p)
         direct = gates.pop("direct", None)
         return cls(q * options.scale, k, v, p, **gates, direct=direct)
 
@@ -108,7 +109,7 @@ def _one_sequence(streams: TokenInputs, state: Tensor, block_size: int, lookahea
 
 def _token_by_token(streams: TokenInputs, state: Tensor, lookahead: bool) -> tuple[Tensor, Tensor]:
     q, k, v, p, log_alpha, log_mu, beta, eta, direct = streams
-    alpha, mu, beta = (x[..., None, None] for x in (log_alpha.exp(), log_mu.exp(), beta))  # [B, T, HV, 1, 1]
+    alpha, mu, beta = (per_row(x, k).unsqueeze(-1) for x in (log_alpha.exp(), log_mu.exp(), beta))  # [.., 1 or K, 1]
     S, M = state.unbind(0)
     outputs = []
     for t in range(q.shape[1]):
@@ -156,19 +157,23 @@ def _cut(x: Tensor, size: int) -> Tensor:
     return chunks.reshape(-1, x.shape[0] * x.shape[2], *chunks.shape[2:])
 
 
+def per_row(gate: Tensor, like: Tensor) -> Tensor:
+    """A gate [..., HV] or [..., HV, K] as a factor of rows [..., HV, K]."""
+    return gate if gate.dim() == like.dim() else gate.unsqueeze(-1)
+
+
 def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tensor:
     """One token, q [B, H, K], with S and M [slots, HV, K, V] updated in place: a functional step would allocate and
     fault in both states for every token."""
     q, k, v, p, log_alpha, log_mu, beta, eta, direct = TokenInputs.of(tensors, options)
-    alpha, mu = log_alpha.exp().unsqueeze(-1), log_mu.exp().unsqueeze(-1)  # [B, HV, 1]
+    alpha, mu = per_row(log_alpha.exp(), k), per_row(log_mu.exp(), k)  # [B, HV, 1 or K]
     S, M, state_indices = state
     if state_indices is not None:
         S, M = S.index_select(0, state_indices), M.index_select(0, state_indices)
 
-    p = p.unsqueeze(-2)
-    probed = torch.matmul(p, S).squeeze(-2)
+    probed = torch.matmul((alpha * p if options.lookahead else p).unsqueeze(-2), S).squeeze(-2)
     if options.lookahead:
-        probed = alpha * probed - beta.unsqueeze(-1) * mu * torch.matmul(p, M).squeeze(-2)
+        probed = probed - torch.matmul((beta.unsqueeze(-1) * mu * p).unsqueeze(-2), M).squeeze(-2)
     r = (v - probed).unsqueeze(-2)
     M.mul_(mu.unsqueeze(-1)).addcmul_((eta.unsqueeze(-1) * k).unsqueeze(-1), r, value=-1)
     S.mul_(alpha.unsqueeze(-1)).addcmul_(M, beta[..., None, None], value=-1)

@@ -3,7 +3,7 @@
 Megabyte temporaries that are freed go back to the system, and every page of them faults in again at the next use; on a
 CPU that costs more than many of the products. So a thread keeps one block, and the temporaries of a group of chunks are
 views of it. Shapes stand in the types: Z pairs of chunk and value head, C tokens, K and V head dimensions, G = K if p
-is given and else 0, W the widest row, scalars the gates and norms of a token.
+is given and else 0, P = C rounded up to a power of two, W the widest row, scalars the gates and norms of a token.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
+
+from mdn.ops.pairwise import next_power_of_two
 
 KEPT_BYTES = 128 * 2**20
 """A thread that needed more than this in one call gives everything back after it."""
@@ -33,6 +35,7 @@ class GroupSize(NamedTuple):
 
     def letters(self) -> dict[str, int]:
         sizes = {"2": 2, "Z": self.Z, "C": self.C, "2C": 2 * self.C, "C+1": self.C + 1}
+        sizes["P"] = next_power_of_two(self.C)
         return sizes | {
             "K": self.K,
             "2K": 2 * self.K,
@@ -44,13 +47,20 @@ class GroupSize(NamedTuple):
 
 
 @dataclass
-class ChunkScratch:
-    """What preparing chunks and the forward pass need."""
+class LoadedScratch:
+    """What every pass loads or fills."""
 
     gathered: Annotated[Tensor, "ZCW"]  # flat: rows of a pack on their way in or out
     scalars: Annotated[Tensor, "Z C scalars"]  # gates and inverse norms
     pq: Annotated[Tensor, "Z 2C K"]
     k: Annotated[Tensor, "Z C G"]
+    residual: Annotated[Tensor, "Z C V"]
+
+
+@dataclass
+class ChunkScratch(LoadedScratch):
+    """What preparing chunks with scalar decays and the forward pass need."""
+
     decays: Annotated[Tensor, "2 Z C+1 C+1"]
     gamma_M: Annotated[Tensor, "Z C+1 C+1"]
     scaled: Annotated[Tensor, "Z C+1 C+1"]
@@ -60,7 +70,6 @@ class ChunkScratch:
     attend: Annotated[Tensor, "Z C C"]
     read: Annotated[Tensor, "Z 2C 2K"]
     write: Annotated[Tensor, "Z C 2K"]
-    residual: Annotated[Tensor, "Z C V"]
 
 
 @dataclass
@@ -85,7 +94,34 @@ class BackwardScratch(ChunkScratch):
     grad_p: Annotated[Tensor, "Z C K"]
 
 
-Kind = TypeVar("Kind", bound=ChunkScratch)
+@dataclass
+class VectorScratch(LoadedScratch):
+    """With a decay for every key dimension."""
+
+    channels: Annotated[Tensor, "2 Z C K"]  # log_alpha and, if it has channels, log_mu
+    leaves_read: Annotated[Tensor, "Z P 2 2K"]
+    leaves_write: Annotated[Tensor, "Z P 2K"]
+    scores: Annotated[Tensor, "Z P 2 P"]
+    read: Annotated[Tensor, "Z 2C 2K"]
+
+
+@dataclass
+class VectorForwardScratch(VectorScratch):
+    target: Annotated[Tensor, "Z C V"]
+    output: Annotated[Tensor, "Z C V"]
+
+
+@dataclass
+class VectorBackwardScratch(VectorScratch):
+    X: Annotated[Tensor, "Z 2K V"]
+    grad_X: Annotated[Tensor, "Z 2K V"]
+    grad_target_O: Annotated[Tensor, "Z 2C V"]
+    grad_read: Annotated[Tensor, "Z P 2 2K"]
+    grad_write: Annotated[Tensor, "Z P 2K"]
+    grad_scores: Annotated[Tensor, "Z P 2 P"]
+
+
+Kind = TypeVar("Kind", bound=LoadedScratch)
 
 
 class ScratchPool:
@@ -94,7 +130,7 @@ class ScratchPool:
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
         self._block: Tensor | None = None
-        self._views: dict[tuple[type[ChunkScratch], GroupSize], Any] = {}
+        self._views: dict[tuple[type[LoadedScratch], GroupSize], Any] = {}
 
     def take(self, kind: type[Kind], size: GroupSize) -> Kind:
         """Tensors with arbitrary content; what was taken before ends."""

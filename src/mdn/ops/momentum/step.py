@@ -52,14 +52,23 @@ def momentum_delta_step(
     Returns:
         ``o [B, HV, V]``.
     """
-    beta = checks.ones_if_none(beta, v) if beta is None else beta
-    eta = checks.ones_if_none(eta, v) if eta is None else eta
-    tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct)
+    tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct)
+    settings = StepSettings(scale, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead, backend)
+    return checked_step(tensors, state, state_indices, settings, check_gates)
+
+
+def checked_step(
+    tensors: RuleTensors,
+    state: Tensor | tuple[Tensor, Tensor] | None,
+    state_indices: Tensor | None,
+    settings: StepSettings,
+    check_gates: bool,
+) -> Tensor:
+    """One token of scalar or vector decays."""
     S, M = checks.state_pair("state", state)
     if state_indices is not None:
-        state_indices = check_state_indices(state_indices, S, len(v), read=check_gates)
+        state_indices = check_state_indices(state_indices, S, len(tensors.v), read=check_gates)
     slots = StepState(S, M, state_indices)
-    settings = StepSettings(scale, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead, backend)
     run = step_function(tensors, slots, settings)
     if check_gates:
         checks.check_gate_values(tensors)
@@ -74,6 +83,8 @@ class StepSettings(NamedTuple):
     p_times_alpha: bool
     lookahead: bool
     backend: str
+    vector: bool = False
+    """whether log_alpha has a number for every key dimension"""
 
 
 def features_of(tensors: RuleTensors, lookahead: bool) -> tuple[str, ...]:
@@ -119,7 +130,7 @@ def _signature(x: Tensor | None) -> tuple[Any, ...] | None:
 
 def _checked_step(tensors: RuleTensors, state: StepState, settings: StepSettings) -> StepFunction:
     """Checks everything but values and binds what does not change."""
-    checks.check_tensors(tensors, rank=3)
+    checks.check_tensors(tensors, rank=3, vector=settings.vector)
     checks.check_step_state(state, tensors)
     lookahead = settings.lookahead
     options = RuleOptions(
@@ -128,11 +139,12 @@ def _checked_step(tensors: RuleTensors, state: StepState, settings: StepSettings
         p_times_alpha=checks.check_probe(settings.p_times_alpha, lookahead),
         lookahead=lookahead,
     )
-    chosen = backends.resolve(settings.backend, tensors.q, v=tensors.v, features=features_of(tensors, lookahead))
+    features, family = features_of(tensors, lookahead), tensors.family
+    chosen = backends.resolve(settings.backend, tensors.q, family, tensors.v, features=features)
     if torch.compiler.is_compiling() or tensors.q.device.type == "meta":
         flags = (options.scale, options.l2norm, options.p_times_alpha, lookahead, chosen)
         return lambda tensors, state: custom_op.momentum_delta_step(*tensors.of_tokens, *state, *flags)
-    module = backends.backend_module(chosen)
+    module = backends.backend_module(chosen, family)
     prepare = getattr(module, "prepared_step", None)
     prepared: StepFunction | None = None if prepare is None else prepare(tensors, state, options)
     if prepared is not None:
