@@ -237,8 +237,8 @@ def fault(kind: str) -> Iterator[None]:
     """A mistake that the cases above must notice."""
     plan = ContextParallelPlan
     if kind == "a dropped A":
-        incoming = plan.incoming_states
-        patch = mock.patch.object(plan, "incoming_states", lambda self, o, E, A: incoming(self, o, E, 0 * A))
+        exchanged = plan.exchange
+        patch = mock.patch.object(plan, "exchange", lambda self, E, A: exchanged(self, E, 0 * A))
     elif kind == "a dropped halo":
         history = plan.history
         patch = mock.patch.object(plan, "history", lambda self, x, *rest: 0 * history(self, x, *rest))

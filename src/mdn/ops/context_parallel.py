@@ -5,17 +5,21 @@ it, and so are the outputs, because every rule is linear in its state and its va
 
     X' = E + A X        o_t = o_t(X = 0) + C_t X
 
-Two calls of the ordinary rule give everything: with the values and no incoming state o(0) and E, and with zero values
-and the identity as the initial state (``rows`` columns) C and A. The ranges exchange (A, E), fold what lies to their
-left into their incoming state X, and add what follows from it. A document that begins inside a range starts from its
-own state, so that A of the range is zero. Everything here is differentiable; the exchange knows its own backward pass.
+Calls of the ordinary rule give all three, without gradients: with the values and no incoming state E, and with zero
+values and the identity as the initial state (``rows`` columns) A and C. The ranges exchange (A, E), fold what lies to
+their left into their incoming state X, and run the ordinary rule from it. A document that begins inside a range starts
+from its own state, so that A of the range is zero.
+
+In the backward pass a range needs the gradient G of the state that it hands on. F = sum_t C_t^T grad_o_t + A^T grad_X'
+is what its own tokens and states contribute to the gradient of X; the ranges exchange F from right to left, and then
+run the ordinary backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +29,7 @@ from mdn.ops.shared_checks import without_autocast
 
 if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan
+    from mdn.parallel.exchange import Exchanged
 
 TokenTensors = Mapping[str, Tensor | None]
 """the tensors ``[1, T, ...]`` of a call by name; the values are ``v``"""
@@ -90,34 +95,95 @@ def over_ranges(
     rank gets. ``initial``: the states before all documents, the same on every rank."""
     starts = None if initial is None else plan.initial_of_pieces(initial)
     with active_plan(None):
-        o, X = rule(tensors, starts, plan.boundaries)
-        if plan.is_connected:
-            o, X = _continued(rule, tensors, rows, plan, RangeOutput(o, X))
+        if not plan.is_connected:
+            o, X = rule(tensors, starts, plan.boundaries)
+        else:
+            o, X = _connected(rule, tensors, rows, plan, starts)
     return o, plan.final_of_documents(X, initial) if output_final else None
 
 
-def _continued(
-    rule: RangeRule, tensors: TokenTensors, rows: int, plan: ContextParallelPlan, alone: RangeOutput
+def _connected(
+    rule: RangeRule, tensors: TokenTensors, rows: int, plan: ContextParallelPlan, starts: Tensor | None
 ) -> RangeOutput:
-    """What this rank's pieces compute with the states that arrive from the left, from what they compute without."""
-    numbers = [i for i, piece in enumerate(plan.pieces) if piece.continues]
-    slots = [slot for slot, number in enumerate(plan.own_ranges) if plan.continues[number]]
-    response = _response(rule, tensors, rows, plan, numbers) if numbers else None
-    nothing = alone.X.new_zeros(alone.X.shape[1], rows, rows)
-    A = [nothing] * plan.slots
-    for place, slot in enumerate(slots):
-        if response is not None and plan.transits[plan.own_ranges[slot]]:
-            A[slot] = response.X[place]
-    o, incoming = plan.incoming_states(alone.o, alone.X[plan.last_pieces], torch.stack(A))
-    if response is None:
-        return RangeOutput(o, alone.X)
-    incoming = incoming[slots]
-    with without_autocast(o):
-        parts = response.o[0].to(incoming.dtype).split([_length(plan, i) for i in numbers])
-        added = torch.cat([torch.einsum("tha,hav->thv", C, X) for C, X in zip(parts, incoming)])
-        o = o.to(incoming.dtype).index_add(1, _tokens(plan, numbers, o), added.unsqueeze(0)).to(o.dtype)
-        X = alone.X.index_add(0, torch.tensor(numbers, device=o.device), response.X @ incoming)
-    return RangeOutput(o, X)
+    continuing = [i for i, piece in enumerate(plan.pieces) if piece.continues]
+    v = tensors["v"]
+    assert v is not None
+    if not continuing:  # every document here begins here: the ordinary pass is the summary
+        o, X = rule(tensors, starts, plan.boundaries)
+        nothing = X.new_zeros(plan.slots, X.shape[1], rows, rows)
+        exchanged = plan.exchange(X.detach()[plan.last_pieces], nothing)
+        return RangeOutput(*_Border.apply(o, X, None, None, exchanged, plan))
+    with torch.no_grad():
+        E = _outgoing(rule, tensors, rows, plan, starts)
+        response = _response(rule, tensors, rows, plan, continuing)
+        A = E.new_zeros(plan.slots, v.shape[2], rows, rows)
+        slots = [slot for slot, number in enumerate(plan.own_ranges) if plan.continues[number]]
+        for place, slot in enumerate(slots):
+            if plan.transits[plan.own_ranges[slot]]:
+                A[slot] = response.X[place]
+        exchanged = plan.exchange(E, A)
+        incoming = exchanged.states[slots]
+    if starts is None:
+        starts = incoming.new_zeros(len(plan.pieces), *incoming.shape[1:])
+    starts = starts.index_copy(0, _index(continuing, v), incoming.to(starts.dtype))
+    o, X = rule(tensors, starts, plan.boundaries)
+    return RangeOutput(*_Border.apply(o, X, response.o, response.X, exchanged, plan))
+
+
+class _Border(torch.autograd.Function):
+    """The end of this rank's ranges: nothing to do forward; backward the gradients of what they hand on arrive.
+
+    Every rank runs the backward pass, also one that nothing arrives at.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        o: Tensor,
+        X: Tensor,
+        C: Tensor | None,
+        A: Tensor | None,
+        exchanged: Exchanged,
+        plan: ContextParallelPlan,
+    ) -> Any:
+        ctx.save_for_backward(C, A)
+        ctx.exchanged, ctx.plan = exchanged, plan
+        return o.view_as(o), X.view_as(X)
+
+    @staticmethod
+    def backward(ctx: Any, grad_o: Tensor, grad_X: Tensor) -> Any:
+        C, A = ctx.saved_tensors
+        plan: ContextParallelPlan = ctx.plan
+        F = grad_X.new_zeros(plan.slots, *grad_X.shape[1:])
+        if C is not None:
+            continuing = [i for i, piece in enumerate(plan.pieces) if piece.continues]
+            slots = [slot for slot, number in enumerate(plan.own_ranges) if plan.continues[number]]
+            grads = [grad_o[0, plan.pieces[i].start : plan.pieces[i].end] for i in continuing]
+            parts = C[0].split([grad.shape[0] for grad in grads])
+            with without_autocast(grad_X):
+                for place, (part, grad) in enumerate(zip(parts, grads)):
+                    own = torch.einsum("tha,thv->hav", part.to(F.dtype), grad.to(F.dtype))
+                    F[slots[place]] = own + A[place].mT @ grad_X[continuing[place]]
+        arriving = ctx.exchanged.gradients(F)
+        return grad_o, grad_X.index_add(0, _index(plan.last_pieces, grad_X), arriving), None, None, None, None
+
+
+def _outgoing(
+    rule: RangeRule, tensors: TokenTensors, rows: int, plan: ContextParallelPlan, starts: Tensor | None
+) -> Tensor:
+    """E ``[slots, HV, rows, V]``: the states after the last pieces of this rank's ranges, if nothing came in."""
+    chosen = [i for i in plan.last_pieces if plan.pieces[i].goes_on]
+    v = tensors["v"]
+    assert v is not None
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    E = v.new_zeros(plan.slots, v.shape[2], rows, v.shape[3], dtype=dtype)
+    if chosen:
+        tokens = _tokens(plan, chosen, v)
+        own = None if starts is None else starts[chosen]
+        lengths = SequenceBoundaries.from_lengths([_length(plan, i) for i in chosen], v.device)
+        X = rule(_part(tensors, tokens), own, lengths).X
+        E[[plan.last_pieces.index(i) for i in chosen]] = X
+    return E
 
 
 def _response(
@@ -127,17 +193,27 @@ def _response(
     v = tensors["v"]
     assert v is not None
     tokens = _tokens(plan, numbers, v)
-    everything = tokens.numel() == v.shape[1]
-    parts = {name: x if x is None or everything else x.index_select(1, tokens) for name, x in tensors.items()}
-    parts["v"] = v.new_zeros(1, tokens.numel(), v.shape[2], rows)
+    parts = _part(tensors, tokens) | {"v": v.new_zeros(1, tokens.numel(), v.shape[2], rows)}
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     identity = torch.eye(rows, dtype=dtype, device=v.device).expand(len(numbers), v.shape[2], rows, rows)
-    lengths = [_length(plan, i) for i in numbers]
-    return rule(parts, identity, SequenceBoundaries.from_lengths(lengths, v.device))
+    return rule(parts, identity, SequenceBoundaries.from_lengths([_length(plan, i) for i in numbers], v.device))
+
+
+def _part(tensors: TokenTensors, tokens: Tensor) -> dict[str, Tensor | None]:
+    """All tensors of a call at some of its tokens."""
+    v = tensors["v"]
+    assert v is not None
+    if tokens.numel() == v.shape[1]:
+        return dict(tensors)
+    return {name: None if x is None else x.index_select(1, tokens) for name, x in tensors.items()}
 
 
 def _length(plan: ContextParallelPlan, number: int) -> int:
     return plan.pieces[number].end - plan.pieces[number].start
+
+
+def _index(numbers: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, device=like.device)
 
 
 def _tokens(plan: ContextParallelPlan, numbers: list[int], like: Tensor) -> Tensor:

@@ -3,9 +3,7 @@ range gets the gradient that arrives from the right.
 
 Range i maps the state before it to the state after it, X_{i+1} = A_i X_i + E_i (X_0 = 0). With F_i the gradient of the
 loss with respect to X_i from the tokens of range i alone, the whole gradient is G_i = F_i + A_i^T G_{i+1}: the same
-chain of affine maps, transposed and from right to left. So
-
-    grad E_i = G_{i+1}        grad A_i = G_{i+1} X_i^T
+chain of affine maps, transposed and from right to left, and G_{i+1} is what the backward pass of range i starts from.
 
 Maps are gathered among the ranks of a node; each node composes its own and the nodes gather the results. ``transits``
 of the plan says which A are not zero: others are never multiplied, so that nothing of one document reaches another.
@@ -14,7 +12,7 @@ of the plan says which A are not zero: others are never multiplied, so that noth
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,14 +34,6 @@ class AffineMap(NamedTuple):
     def of(self, X: Tensor | None) -> Tensor:
         """``X`` None means zero."""
         return self.E if self.A is None or X is None else torch.baddbmm(self.E, self.A, X)
-
-
-class Place(NamedTuple):
-    """Where a range lies: member of a node, and slot (first or second range of its rank)."""
-
-    slot: int
-    node: int
-    member: int
 
 
 class Chain:
@@ -141,36 +131,29 @@ def _through(X: Tensor | None, maps: Iterable[AffineMap]) -> Tensor | None:
     return X
 
 
-class _Exchange(torch.autograd.Function):
-    """``o`` passes through unchanged: so every rank runs the backward pass, also one that nothing arrives at."""
+class Exchanged:
+    """What has arrived at this rank's ranges, and the way back for gradients."""
 
-    @staticmethod
-    def forward(ctx: Any, o: Tensor, E: Tensor, A: Tensor, plan: ContextParallelPlan) -> Any:
-        chain = Chain(plan)
-        near_E, far_E = chain.gather(E, A if any(plan.transits) else None, reverse=False)
-        arriving = [
-            chain.arriving(near_E, far_E, slot, reverse=False) if plan.continues[number] else torch.zeros_like(E[slot])
-            for slot, number in enumerate(plan.own_ranges)
-        ]
-        X = torch.stack(arriving)
-        ctx.save_for_backward(X)
-        ctx.chain = chain
-        return o.view_as(o), X
+    def __init__(self, E: Tensor, A: Tensor, plan: ContextParallelPlan):
+        """E ``[slots, HV, rows, V]`` and A ``[slots, HV, rows, rows]`` are the maps of this rank's ranges."""
+        self.chain = Chain(plan)
+        near_E, far_E = self.chain.gather(E, A if any(plan.transits) else None, reverse=False)
+        self.states = torch.stack(
+            [
+                self.chain.arriving(near_E, far_E, slot, reverse=False)
+                if plan.continues[number]
+                else torch.zeros_like(E[slot])
+                for slot, number in enumerate(plan.own_ranges)
+            ]
+        )
+        """``[slots, HV, rows, V]``: the states before this rank's ranges"""
 
-    @staticmethod
-    def backward(ctx: Any, grad_o: Tensor, grad_X: Tensor) -> Any:
-        (X,) = ctx.saved_tensors
-        chain: Chain = ctx.chain
-        near_F, far_F = chain.gather(grad_X.contiguous(), None, reverse=True)
-        slots = range(chain.plan.slots)
-        grad_E = torch.stack([chain.arriving(near_F, far_F, slot, reverse=True) for slot in slots])
-        return grad_o, grad_E, grad_E @ X.mT, None
+    def gradients(self, F: Tensor) -> Tensor:
+        """``[slots, HV, rows, V]``: the gradients of the states after this rank's ranges.
 
-
-def exchange(o: Tensor, E: Tensor, A: Tensor, plan: ContextParallelPlan) -> tuple[Tensor, Tensor]:
-    """``o`` again, and the states that arrive at this rank's ranges ``[slots, HV, rows, V]``.
-
-    E ``[slots, HV, rows, V]`` and A ``[slots, HV, rows, rows]`` are the maps of this rank's ranges.
-    """
-    o, X = _Exchange.apply(o, E, A, plan)
-    return o, X
+        F ``[slots, HV, rows, V]``: what its own tokens contribute to the gradients of the states before them. All ranks
+        call it.
+        """
+        near_F, far_F = self.chain.gather(F, None, reverse=True)
+        slots = range(self.chain.plan.slots)
+        return torch.stack([self.chain.arriving(near_F, far_F, slot, reverse=True) for slot in slots])

@@ -32,7 +32,7 @@ from mdn.parallel.collectives import (
     group_size,
     sum_with_gradient,
 )
-from mdn.parallel.exchange import exchange
+from mdn.parallel.exchange import Exchanged
 
 RANGES_PER_RANK = {"contiguous": 1, "zigzag": 2}
 LARGEST_NODE = 8
@@ -234,9 +234,9 @@ class ContextParallelPlan:
             final = final.index_copy(0, places, initial.index_select(0, places).to(final.dtype))
         return final
 
-    def incoming_states(self, o: Tensor, E: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
-        """``o`` again, and the states that arrive at this rank's ranges, whose maps are X' = A X + E."""
-        return exchange(o, E, A, self)
+    def exchange(self, E: Tensor, A: Tensor) -> Exchanged:
+        """Sends the maps X' = A X + E of this rank's ranges and returns the states that arrive at them."""
+        return Exchanged(E, A, self)
 
     # ---------------------------------------------------------------- the past of a convolution
 
