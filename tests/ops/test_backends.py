@@ -97,8 +97,8 @@ def test_explain_answers_for_every_rule(monkeypatch: pytest.MonkeyPatch) -> None
     assert explain_backend(x.bfloat16(), rule="gated_delta_rule").startswith("auto -> cpu: ")
     assert explain_backend(x.half(), rule="gated_delta_rule").startswith("auto -> torch: ")
     assert explain_backend(x.to("meta"), rule="gated_delta_rule").startswith("auto -> torch: ")
-    assert explain_backend(x, rule="kda").startswith("auto -> torch: ")
-    assert explain_backend(x, "cpu", "kda") == "cpu: not usable, the native kernel has no decay per key dimension"
+    assert explain_backend(x, rule="kda").startswith("auto -> cpu: ")
+    assert explain_backend(x.double(), "cpu", "kda").startswith("cpu: not usable, the native kernel takes float32")
     assert "not the first-order rules" in explain_backend(x, "triton", "comba")
     with pytest.raises(ValueError, match=r"rule must be one of momentum, linear_attn, .*, got 'mamba'"):
         explain_backend(x, rule="mamba")

@@ -29,6 +29,7 @@ from mdn.layers.mixer import RECURRENT_LAYER_TYPE
 from mdn.layers.packed import Packed, PackedLinear
 from mdn.models import cache as _registers_the_cache_layer  # noqa: F401
 from mdn.models.config import MomentumDeltaNetConfig
+from mdn.models.decode_program import can_record, run_step
 from mdn.models.loss import IGNORE_INDEX, chunked_linear_cross_entropy, shift_labels_left
 from mdn.models.quantize import check_format, pack_modules
 from mdn.ops.boundaries import SequenceBoundaries
@@ -210,14 +211,16 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
             refuse_unknown(self, where)
             layout = self.layout_of(hidden_states, attention_mask, position_ids, past_key_values, **where)
         past_key_values = self._cache(past_key_values, use_cache, layout)
-        states = []
-        hidden_states = layout.enter(hidden_states)
-        for layer in self.layers:
-            if output_hidden_states:
-                states.append(layout.leave(hidden_states))
-                hidden_states = layout.enter(states[-1])  # through the returned tensor, so that it receives gradients
-            hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
-        hidden_states = layout.leave(self.norm(hidden_states))
+        states: list[Tensor] = []
+        is_step = past_key_values is not None and layout.boundaries is None and not output_hidden_states
+        if is_step and can_record(hidden_states, past_key_values):
+            hidden_states = run_step(
+                self, lambda x: self._run_layers(x, layout, past_key_values), hidden_states, past_key_values
+            )
+        else:
+            hidden_states = self._run_layers(
+                hidden_states, layout, past_key_values, states if output_hidden_states else None
+            )
         if past_key_values is not None:
             for cache_layer in past_key_values.layers:
                 if hasattr(cache_layer, "advance"):
@@ -227,6 +230,18 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
             past_key_values=past_key_values,
             hidden_states=(*states, hidden_states) if output_hidden_states else None,  # type: ignore[arg-type]
         )
+
+    def _run_layers(
+        self, hidden_states: Tensor, layout: TokenLayout, past_key_values: Any, states: list[Tensor] | None = None
+    ) -> Tensor:
+        """All blocks and the last norm; ``states`` receives the input of every block."""
+        hidden_states = layout.enter(hidden_states)
+        for layer in self.layers:
+            if states is not None:
+                states.append(layout.leave(hidden_states))
+                hidden_states = layout.enter(states[-1])  # through the returned tensor, so that it receives gradients
+            hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
+        return layout.leave(self.norm(hidden_states))
 
     def layout_of(
         self,

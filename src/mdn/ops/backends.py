@@ -3,7 +3,7 @@
 | backend | what it is | momentum | scalar decay | vector decay | vector momentum | where |
 |---|---|---|---|---|---|---|
 | torch | chunkwise form in torch | yes | yes | yes | yes | everywhere |
-| cpu | native C++ kernel | yes | yes | no | no | float32 and bfloat16 CPU tensors |
+| cpu | native C++ kernel | yes | yes | yes | no | float32 and bfloat16 CPU tensors |
 | triton | Triton kernels | yes | no | no | no | CUDA and ROCm tensors |
 | fla | flash-linear-attention's kernels | no | yes | yes | no | CUDA tensors |
 
@@ -34,7 +34,7 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 _MODULES: dict[str, dict[str, str]] = {
     "momentum": {"torch": "mdn.ops.momentum.chunk_torch", "cpu": "mdn.ops.cpu", "triton": "mdn.ops.triton"},
     "scalar decay": {"torch": "mdn.ops.first_order.chunk_scalar", "cpu": "mdn.ops.cpu", "fla": "fla.ops"},
-    "vector decay": {"torch": "mdn.ops.first_order.chunk_vector", "fla": "fla.ops"},
+    "vector decay": {"torch": "mdn.ops.first_order.chunk_vector", "cpu": "mdn.ops.cpu", "fla": "fla.ops"},
     "vector momentum": {"torch": "mdn.ops.momentum.vector_torch"},
 }
 """family -> backend -> module that computes it"""
@@ -50,7 +50,7 @@ _FAMILIES: dict[str, str] = {
 _PREFERRED: dict[str, tuple[str, ...]] = {
     "momentum": ("triton", "cpu"),
     "scalar decay": ("fla", "cpu"),
-    "vector decay": ("fla",),
+    "vector decay": ("fla", "cpu"),
     "vector momentum": (),
 }
 """what ``auto`` tries before torch, in this order"""
@@ -62,8 +62,7 @@ _NOT_FOR_FAMILY = {
     ("momentum", "fla"): "FLA's kernels serve the first-order rules, not the momentum delta rule",
     ("scalar decay", "triton"): "the Triton kernels serve the momentum delta rule, not the first-order rules",
     ("vector decay", "triton"): "the Triton kernels serve the momentum delta rule, not the first-order rules",
-    ("vector decay", "cpu"): "the native kernel has no decay per key dimension",
-    ("vector momentum", "cpu"): "the native kernel has no decay per key dimension",
+    ("vector momentum", "cpu"): "the native kernel has no momentum with a decay per key dimension",
     ("vector momentum", "triton"): "the Triton kernels have no decay per key dimension",
     ("vector momentum", "fla"): "FLA's kernels serve the first-order rules, not the momentum delta rule",
 }
@@ -186,7 +185,7 @@ def _why_not_by_default(backend: str, family: str, tensor: Tensor) -> str | None
     if tensor.is_meta or (backend in ("triton", "cpu") and tensor.device.type != _DEVICES[backend]):
         return f"{backend} was made for {_DEVICES[backend]} tensors"
     # A compiler can look into the torch form and not into the kernel, which would end its graph.
-    if backend == "cpu" and family == "scalar decay" and torch.compiler.is_compiling():
+    if backend == "cpu" and family != "momentum" and torch.compiler.is_compiling():
         return "a compiler can fuse the torch form"
     return None
 

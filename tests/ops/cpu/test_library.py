@@ -66,7 +66,10 @@ class LongerProblem(bindings.Problem):
     _fields_ = (("added", ctypes.c_int64),)
 
 
-@pytest.mark.parametrize("change", [{"INTERFACE_VERSION": 99}, {"Problem": LongerProblem}])
+OTHER_STRUCTS = {**bindings.STRUCTS, "mdn_interface": (LongerProblem, bindings.Step, bindings.Linear)}
+
+
+@pytest.mark.parametrize("change", [{"INTERFACE_VERSION": 99}, {"STRUCTS": OTHER_STRUCTS}])
 def test_a_library_built_from_other_sources_is_refused(
     fresh_library: pytest.MonkeyPatch, change: dict[str, object]
 ) -> None:

@@ -114,20 +114,17 @@ def test_a_step_runs_on_the_backend_that_was_requested(rule: str, monkeypatch: p
         raise RuntimeError("the native kernel was called")
 
     monkeypatch.setattr("mdn.ops.cpu.prepared_first_order_step", kernel)
+    monkeypatch.setattr("mdn.ops.cpu.vector_decay.step_", kernel)
     step(rule)(**token(rule), state=slots(2), backend="torch")
     with pytest.raises(ValueError, match=r"backend='fla' cannot be used here: .* not for decode steps"):
         step(rule)(**token(rule), state=slots(2), backend="fla")
     with pytest.raises(ValueError, match="triton"):
         step(rule)(**token(rule), state=slots(2), backend="triton")
-    if rule in VECTOR:
-        with pytest.raises(ValueError, match="the native kernel has no decay per key dimension"):
-            step(rule)(**token(rule), state=slots(2), backend="cpu")
-    else:
-        with pytest.raises(RuntimeError, match="the native kernel was called"):
-            step(rule)(**token(rule, V=5), state=torch.zeros(2, 2, 8, 5), backend="cpu")
+    with pytest.raises(RuntimeError, match="the native kernel was called"):
+        step(rule)(**token(rule, V=5), state=torch.zeros(2, 2, 8, 5), backend="cpu")
 
 
-@pytest.mark.parametrize("rule", SCALAR)
+@pytest.mark.parametrize("rule", RULES)
 def test_steps_on_both_backends_agree_for_slots_in_a_strided_state(rule: str):
     tensors, indices = token(rule), torch.tensor([4, 0], dtype=torch.int32)
     pool = torch.randn(2, 5, 8, 6, generator=torch.Generator().manual_seed(1)).transpose(0, 1)
@@ -190,7 +187,6 @@ def test_earlier_tokens_keep_their_gradients_when_a_later_one_is_not_finite():
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("rule", ["simple_gla", "gated_delta_rule", "kda", "rwkv7"])
 def test_derivatives_that_a_chunkwise_form_does_not_have_raise_and_name_the_way_out(rule: str, backend: str):
-    backend = "torch" if rule in VECTOR else backend
     tensors = arguments(rule, T=5, dtype=torch.float32)
     v = tensors.pop("v")
 

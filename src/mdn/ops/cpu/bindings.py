@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
-INTERFACE_VERSION = 4
+INTERFACE_VERSION = 5
 """MDN_INTERFACE_VERSION of csrc/interface.h"""
 
 
@@ -87,6 +89,12 @@ class Convolution(Structure):
     ]
 
 
+class ConvolutionStep(Structure):
+    """``MdnConvolutionStep``: one token of them."""
+
+    _fields_ = [*_fields(c_int64, "batch channels width silu"), *_fields(c_void_p, "x weight bias state y")]
+
+
 class Gates(Structure):
     """``MdnGates``: the gates of the momentum delta rule."""
 
@@ -108,8 +116,50 @@ class CrossEntropy(Structure):
     ]
 
 
-LAYER_STRUCTS = (Norm, SwiGlu, Convolution, Gates, CrossEntropy)
-"""of csrc/layers.h, in the order of mdn_layers_interface"""
+class VectorDecay(Structure):
+    """``MdnVectorDecay``: a rule with a decay per key dimension over whole sequences."""
+
+    _fields_ = [
+        *_fields(c_int64, "sequences heads key_dim value_dim threads"),
+        *_fields(c_void_p, "offsets q k p e log_alpha v initial o found final grad_o grad_final"),
+        *_fields(c_void_p, "grad_q grad_k grad_p grad_e grad_log_alpha grad_v grad_initial"),
+    ]
+
+
+class VectorStep(Structure):
+    """``MdnVectorStep``: one token per row of such a rule."""
+
+    _fields_ = [
+        *_fields(c_int64, "batch slot_count heads key_dim value_dim threads"),
+        *_fields(c_void_p, "slots q k p e log_alpha v S"),
+        ("S_strides", c_int64 * 3),
+        ("o", c_void_p),
+    ]
+
+
+class Elementwise(Structure):
+    """``MdnElementwise``: an operation element by element."""
+
+    _fields_ = [
+        ("operation", c_int64),
+        ("number", c_double),
+        *_fields(c_int64 * 4, "sizes a_strides b_strides y_strides"),
+        *_fields(c_void_p, "a b y"),
+    ]
+
+
+class Program(Structure):
+    """``MdnProgram``: pairs of addresses, of a function and of its argument."""
+
+    _fields_ = [("count", c_int64), ("calls", c_void_p)]
+
+
+STRUCTS = {
+    "mdn_interface": (Problem, Step, Linear),
+    "mdn_layers_interface": (Norm, SwiGlu, Convolution, ConvolutionStep, Gates, CrossEntropy, Elementwise, Program),
+    "mdn_vector_interface": (VectorDecay, VectorStep),
+}
+"""in the order in which these functions tell their sizes; the first one tells the version before them"""
 
 
 def why_unavailable() -> str | None:
@@ -165,16 +215,18 @@ def _requested_instruction_sets() -> tuple[str, ...]:
 
 def _why_stale(loaded: ctypes.CDLL) -> str | None:
     """A library that was built from other sources would read the structs wrongly."""
-    expected = [INTERFACE_VERSION, *map(ctypes.sizeof, (Problem, Step, Linear, *LAYER_STRUCTS))]
-    built = (c_int64 * len(expected))()
-    if hasattr(loaded, "mdn_interface"):
-        loaded.mdn_interface(built)
-    if hasattr(loaded, "mdn_layers_interface"):
-        loaded.mdn_layers_interface(ctypes.byref(built, 4 * ctypes.sizeof(c_int64)))
-    if list(built) == expected:
+    expected = [INTERFACE_VERSION]
+    built: list[int] = []
+    for name, structs in STRUCTS.items():
+        expected += [ctypes.sizeof(struct) for struct in structs]
+        told = (c_int64 * (len(expected) - len(built)))()
+        if hasattr(loaded, name):
+            getattr(loaded, name)(told)
+        built += told
+    if built == expected:
         return None
     return (
-        f"{Path(loaded._name).name} was built from other sources (interface version and struct sizes {list(built)}) "
+        f"{Path(loaded._name).name} was built from other sources (interface version and struct sizes {built}) "
         f"than this version of mdn ({expected}): rebuild it with `python setup.py build_ext --inplace` "
         "or reinstall the package"
     )
@@ -188,16 +240,38 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "mdn_step": Step,
         "mdn_linear": Linear,
         "mdn_gates": Gates,
+        "mdn_convolution_step": ConvolutionStep,
+        "mdn_elementwise": Elementwise,
+        "mdn_run": Program,
+        "mdn_vector_forward": VectorDecay,
+        "mdn_vector_backward": VectorDecay,
+        "mdn_vector_step": VectorStep,
         **{f"mdn_{name}": struct for name, struct in with_backward.items()},
         **{f"mdn_{name}_backward": struct for name, struct in with_backward.items()},
     }
     for name, argument in functions.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = [POINTER(argument)], c_int
-    step = loaded.mdn_convolution_step
-    step.argtypes, step.restype = [c_int64] * 4 + [c_void_p] * 5, c_int
     loaded.mdn_supports.argtypes, loaded.mdn_supports.restype = [c_char_p], c_int
     return loaded
+
+
+class CallLog(threading.local):
+    """Where this thread's calls are written down while somebody records them (``mdn.ops.cpu.program``)."""
+
+    calls: list[Any] | None = None
+
+
+call_log = CallLog()
+
+
+def call(function: str, struct: Structure) -> None:
+    """Calls a function of the library with its struct, which must not be changed afterwards."""
+    code = getattr(library(), function)(ctypes.byref(struct))
+    if code:
+        check_result(code)
+    if call_log.calls is not None:
+        call_log.calls.append((function, struct))
 
 
 def check_result(code: int) -> None:

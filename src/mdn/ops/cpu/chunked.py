@@ -206,7 +206,7 @@ def _start(tensors: KernelTensors, boundaries: SequenceBoundaries | None, option
     value_heads, value_dim = tensors.v.shape[-2:]
     check_heads(key_heads, value_heads)
     dtype = io_dtype(tensors.q)
-    offsets = _offsets(boundaries, batch, time)
+    offsets = offsets_of(boundaries, batch, time)
     problem = Problem(
         sequences=len(offsets) - 1,
         key_heads=key_heads,
@@ -243,7 +243,7 @@ def _start(tensors: KernelTensors, boundaries: SequenceBoundaries | None, option
     return call
 
 
-def _offsets(boundaries: SequenceBoundaries | None, batch: int, time: int) -> list[int]:
+def offsets_of(boundaries: SequenceBoundaries | None, batch: int, time: int) -> list[int]:
     """Where the sequences begin in one row of all tokens, and where the last one ends."""
     if boundaries is None:
         return [row * time for row in range(batch + 1)]

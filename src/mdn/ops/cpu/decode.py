@@ -7,13 +7,12 @@ contiguous.
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import byref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mdn.ops.cpu.bindings import Step, check_heads, check_result, io_dtype, library, optional_values, values
+from mdn.ops.cpu.bindings import Step, call, check_heads, io_dtype, optional_values, values
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 
 SMALL = 1 << 16
@@ -106,9 +105,9 @@ class PreparedStep:
         value_heads, value_dim = v.shape[-2:]
         check_heads(key_heads, value_heads)
         state_shape = (S.shape[0], value_heads, key_dim, value_dim)
-        _check_state("S", S, state_shape)
+        check_state("S", S, state_shape)
         if M is not None:
-            _check_state("M", M, state_shape)
+            check_state("M", M, state_shape)
         self.erase = erase
         self.dtype = io_dtype(q)
         self.key_shape, self.gate_shape, self.value_shape = q.shape, v.shape[:-1], v.shape
@@ -161,11 +160,11 @@ class PreparedStep:
         struct.o = o.data_ptr()
         if not self.is_small:
             struct.threads = torch.get_num_threads()
-        check_result(library().mdn_step(byref(struct)))
+        call("mdn_step", struct)
         return o
 
 
-def _check_state(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+def check_state(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
     if x.dtype != torch.float32 or x.device.type != "cpu":

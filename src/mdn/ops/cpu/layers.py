@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Structure, addressof, byref, c_int64
+from ctypes import Structure, addressof, c_int64
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mdn.ops.cpu.bindings import Convolution, CrossEntropy, Gates, Norm, SwiGlu, check_result, library
+from mdn.ops.cpu.bindings import Convolution, ConvolutionStep, CrossEntropy, Gates, Norm, SwiGlu, call
 
 SMALL = 1 << 15
 """elements below which one thread is fastest"""
@@ -43,7 +43,7 @@ def norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, activation:
     """x and gate ``[..., width]``."""
     struct, y = _norm(x, weight, gate, eps, activation), torch.empty_like(x)
     struct.y = y.data_ptr()
-    check_result(library().mdn_norm(byref(struct)))
+    call("mdn_norm", struct)
     return y
 
 
@@ -60,7 +60,7 @@ def norm_backward(
     grad_x, grad_gate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
     partial = x.new_empty(_units(struct.rows, ROWS_PER_UNIT), struct.width)
     _point(struct, grad_y=grad_y, grad_x=grad_x, grad_gate=grad_gate, grad_weight=partial)
-    check_result(library().mdn_norm_backward(byref(struct)))
+    call("mdn_norm_backward", struct)
     return NormGradients(grad_x, partial.sum(0), grad_gate)
 
 
@@ -85,7 +85,7 @@ def _norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, activation
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     y = torch.empty_like(gate)
     struct = SwiGlu(gate.numel(), _threads(gate.numel()), gate.data_ptr(), up.data_ptr(), y.data_ptr())
-    check_result(library().mdn_swiglu(byref(struct)))
+    call("mdn_swiglu", struct)
     return y
 
 
@@ -93,7 +93,7 @@ def swiglu_backward(grad_y: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     struct = SwiGlu(gate.numel(), _threads(gate.numel()))
     _point(struct, gate=gate, up=up, grad_y=grad_y, grad_gate=grad_gate, grad_up=grad_up)
-    check_result(library().mdn_swiglu_backward(byref(struct)))
+    call("mdn_swiglu_backward", struct)
     return grad_gate, grad_up
 
 
@@ -117,7 +117,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Convol
     struct, kept = _convolution(x, weight, bias, settings)
     y = torch.empty_like(x)
     struct.y = y.data_ptr()
-    check_result(library().mdn_convolution(byref(struct)))
+    call("mdn_convolution", struct)
     del kept
     return y
 
@@ -137,7 +137,7 @@ def convolution_backward(
     grad_x, grad_taps = torch.empty_like(x), x.new_empty(units, width, channels)
     grad_bias = None if bias is None else x.new_empty(units, channels)
     _point(struct, grad_y=grad_y, grad_x=grad_x, grad_weight=grad_taps, grad_bias=grad_bias)
-    check_result(library().mdn_convolution_backward(byref(struct)))
+    call("mdn_convolution_backward", struct)
     del kept
     grad_weight = grad_taps.sum(0).mT.unsqueeze(1).contiguous()
     return ConvolutionGradients(grad_x, grad_weight, None if grad_bias is None else grad_bias.sum(0))
@@ -164,9 +164,9 @@ def _convolution(
 def convolution_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:
     """One token ``[B, C]``; ``state`` ``[B, C, W - 1]`` advances in place."""
     y = torch.empty_like(x)
-    bias_address = None if bias is None else bias.data_ptr()
-    addresses = x.data_ptr(), weight.data_ptr(), bias_address, state.data_ptr(), y.data_ptr()
-    check_result(library().mdn_convolution_step(len(x), x.shape[1], weight.shape[2], silu, *addresses))
+    struct = ConvolutionStep(len(x), x.shape[1], weight.shape[2], silu)
+    _point(struct, x=x, weight=weight, bias=bias, state=state, y=y)
+    call("mdn_convolution_step", struct)
     return y
 
 
@@ -196,7 +196,7 @@ def momentum_gates(given: GateTensors, settings: dict[str, float]) -> Tensor:
     _point(struct, **given._asdict())
     size, first = given.a.numel() * 4, gates.data_ptr()
     struct.log_alpha, struct.log_mu, struct.beta, struct.eta = (first + i * size for i in range(4))
-    check_result(library().mdn_gates(byref(struct)))
+    call("mdn_gates", struct)
     return gates
 
 
@@ -215,7 +215,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> RowLosses:
     losses = RowLosses(logits.new_empty(len(logits)), logits.new_empty(len(logits)))
     struct = _cross_entropy(logits, labels)
     _point(struct, loss=losses.loss, log_sum=losses.log_sum)
-    check_result(library().mdn_cross_entropy(byref(struct)))
+    call("mdn_cross_entropy", struct)
     return losses
 
 
@@ -225,7 +225,7 @@ def cross_entropy_backward(grad_loss: float, logits: Tensor, labels: Tensor, log
     struct = _cross_entropy(logits, labels)
     struct.grad_loss = grad_loss
     _point(struct, log_sum=log_sum, grad_logits=grad_logits)
-    check_result(library().mdn_cross_entropy_backward(byref(struct)))
+    call("mdn_cross_entropy_backward", struct)
     return grad_logits
 
 

@@ -12,14 +12,13 @@ it takes any number, but from some dozens on a float32 matrix product is faster.
 
 from __future__ import annotations
 
-from ctypes import byref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mdn.ops.cpu.bindings import Linear, check_result, library, optional_values, values
+from mdn.ops.cpu.bindings import Linear, call, optional_values, values
 
 PANEL, GROUP = 16, 32
 """outputs that are packed together; inputs per scale of ``int4``, to a multiple of which all formats are padded"""
@@ -158,7 +157,7 @@ class Product:
         struct.batch, struct.x, struct.y = len(rows), rows.data_ptr(), y.data_ptr()
         if not self.is_small:
             struct.threads = torch.get_num_threads()
-        check_result(library().mdn_linear(byref(struct)))
+        call("mdn_linear", struct)
         return y
 
 

@@ -18,6 +18,7 @@ from mdn.ops.first_order.chunk_scalar import chunk_scalar_decay, native_scalar_d
 from mdn.ops.first_order.chunk_vector import chunk_vector_decay
 from mdn.ops.first_order.guards import Computed, contain_damage, refuse_transforms
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors, PreparedTensors
+from mdn.ops.first_order.native_vector import native_vector_decay, native_vector_step_
 from mdn.ops.first_order.reference import recurrent_form, step_
 from mdn.ops.momentum.interface import RuleOptions
 from mdn.ops.momentum.step import prepared_once
@@ -96,7 +97,7 @@ class Rule:
         if chosen == "fla":
             return self._call_fla(tensors, shared, hints)
         initial, boundaries = self._initial_state(tensors, shared)
-        if chosen == "cpu":  # the kernel contains damage by itself
+        if chosen == "cpu" and not self.vector:  # the kernel contains damage by itself
             options = RuleOptions(scale, chunk_size, shared.use_qk_l2norm_in_kernel, self.p_times_alpha)
             computed = native_scalar_decay(tensors, initial, boundaries, options, self.erases)
             return _finish(computed, tensors.v, shared)
@@ -104,6 +105,8 @@ class Rule:
 
         def compute(given: FirstOrderTensors) -> Computed:
             prepared = self._prepare(given, scale, shared.use_qk_l2norm_in_kernel)
+            if chosen == "cpu":
+                return native_vector_decay(prepared, initial, boundaries)
             return form(prepared, initial, boundaries, chunk_size)
 
         return _finish(contain_damage(compute, tensors, boundaries), tensors.v, shared)
@@ -227,12 +230,16 @@ class Rule:
         factor = self.check(tensors, scale, rank=3)
         inputs.check_step_state(state, tensors, has_slots=state_indices is not None)
         slots = _slots(state_indices, state, tensors.v, read=False)
-        if self.backend_for(tensors, backend, decode=True) == "cpu":
+        chosen = self.backend_for(tensors, backend, decode=True)
+        if chosen == "cpu" and not self.vector:
             options = RuleOptions(factor, 1, normalise, self.p_times_alpha)
             return native_step(tensors, state, slots, options, self.erases)
 
         def run(tensors: FirstOrderTensors, state: Tensor, slots: Tensor | None) -> Tensor:
             with torch.no_grad(), without_autocast(tensors.v):
+                if chosen == "cpu":
+                    prepared = self._prepare(tensors, factor, normalise)
+                    return native_vector_step_(prepared, state, slots).to(tensors.v.dtype)
                 return step_(self._prepare(tensors, 1.0, normalise), state, slots, factor).to(tensors.v.dtype)
 
         return run

@@ -151,24 +151,25 @@ int mdn_convolution_backward(const MdnConvolution* given) {
                                                       : mdn::convolve_backward_unit<4>);
 }
 
-int mdn_convolution_step(int64_t batch, int64_t channels, int64_t width, int64_t silu, const float* x,
-                         const float* weight, const float* bias, float* state, float* y) {
-    const long history = width - 1;
-    for (long i = 0; i < batch * channels; ++i) {
-        const long channel = i % channels;
-        const float* taps = weight + channel * width;
-        float* held = state + i * history;
-        float sum = (bias == nullptr ? 0 : bias[channel]) + taps[history] * x[i];
+int mdn_convolution_step(const MdnConvolutionStep* given) {
+    const long history = given->width - 1, count = given->batch * given->channels;
+    float* y = given->y;
+    for (long i = 0; i < count; ++i) {
+        const long channel = i % given->channels;
+        const float* taps = given->weight + channel * given->width;
+        const float x = given->x[i];
+        float* held = given->state + i * history;
+        float sum = (given->bias == nullptr ? 0 : given->bias[channel]) + taps[history] * x;
         for (long j = 0; j < history; ++j) {
             sum += taps[j] * held[j];
-            held[j] = j + 1 < history ? held[j + 1] : x[i];
+            held[j] = j + 1 < history ? held[j + 1] : x;
         }
         y[i] = sum;
     }
-    if (!silu) return 0;
-    mdn::for_vectors(batch * channels, [&](long i, long count) {
-        const mdn::Vector u = mdn::load_first(y + i, count);
-        mdn::store_first(y + i, u * mdn::sigmoid(u), count);
+    if (!given->silu) return 0;
+    mdn::for_vectors(count, [&](long i, long part) {
+        const mdn::Vector u = mdn::load_first(y + i, part);
+        mdn::store_first(y + i, u * mdn::sigmoid(u), part);
     });
     return 0;
 }

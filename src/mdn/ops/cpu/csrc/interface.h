@@ -13,7 +13,7 @@
 #define MDN_PUBLIC __attribute__((visibility("default")))
 
 // Raised whenever a struct or the meaning of a field changes; Python refuses a library built with another one.
-#define MDN_INTERFACE_VERSION 4
+#define MDN_INTERFACE_VERSION 5
 
 extern "C" {
 

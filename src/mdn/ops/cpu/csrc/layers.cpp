@@ -218,9 +218,10 @@ int mdn_gates(const MdnGates* gates) {
     return 0;
 }
 
-void mdn_layers_interface(int64_t sizes[5]) {
-    const int64_t found[5] = {sizeof(MdnNorm), sizeof(MdnSwiGlu), sizeof(MdnConvolution), sizeof(MdnGates),
-                              sizeof(MdnCrossEntropy)};
-    for (int i = 0; i < 5; ++i) sizes[i] = found[i];
+void mdn_layers_interface(int64_t sizes[8]) {
+    const int64_t found[8] = {
+        sizeof(MdnNorm),  sizeof(MdnSwiGlu),       sizeof(MdnConvolution), sizeof(MdnConvolutionStep),
+        sizeof(MdnGates), sizeof(MdnCrossEntropy), sizeof(MdnElementwise), sizeof(MdnProgram)};
+    for (int i = 0; i < 8; ++i) sizes[i] = found[i];
 }
 }

@@ -54,9 +54,15 @@ struct MdnConvolution {
 MDN_PUBLIC int mdn_convolution(const MdnConvolution* convolution);
 MDN_PUBLIC int mdn_convolution_backward(const MdnConvolution* convolution);
 
-// One token per sequence; `state` [B, C, W - 1] advances in place. Any width.
-MDN_PUBLIC int mdn_convolution_step(int64_t batch, int64_t channels, int64_t width, int64_t silu, const float* x,
-                                    const float* weight, const float* bias, float* state, float* y);
+// One token per sequence; `state` advances in place. Any width.
+struct MdnConvolutionStep {
+    int64_t batch, channels, width, silu;
+    const float* x;              // [B, C]
+    const float *weight, *bias;  // [C, W], [C] or null
+    float* state;                // [B, C, W - 1]
+    float* y;                    // [B, C]
+};
+MDN_PUBLIC int mdn_convolution_step(const MdnConvolutionStep* step);
 
 // The stability-aware gates of the momentum delta rule (layers/momentum_deltanet.py), forward only.
 struct MdnGates {
@@ -82,6 +88,36 @@ struct MdnCrossEntropy {
 MDN_PUBLIC int mdn_cross_entropy(const MdnCrossEntropy* entropy);
 MDN_PUBLIC int mdn_cross_entropy_backward(const MdnCrossEntropy* entropy);
 
-// sizeof of the five structs above, in their order.
-MDN_PUBLIC void mdn_layers_interface(int64_t sizes[5]);
+// y = operation(a, b), element by element over four dimensions; strides in floats, 0 where an operand is broadcast.
+#define MDN_SCALE 0       // a * number
+#define MDN_ADD 1         // a + number * b
+#define MDN_MULTIPLY 2    // a * b
+#define MDN_ADD_NUMBER 3  // a + number
+#define MDN_EXP 4
+#define MDN_LOGISTIC 5  // 1 / (1 + e^-a)
+#define MDN_SWISH 6     // a / (1 + e^-a)
+#define MDN_SOFTPLUS 7
+
+struct MdnElementwise {
+    int64_t operation;
+    double number;
+    int64_t sizes[4], a_strides[4], b_strides[4], y_strides[4];
+    const float *a, *b;  // b is a itself where the operation has one operand
+    float* y;
+};
+MDN_PUBLIC int mdn_elementwise(const MdnElementwise* elementwise);
+
+// Calls of this interface, one after the other; stops at the first that does not return 0, and returns that.
+struct MdnCall {
+    int (*function)(const void* argument);
+    const void* argument;
+};
+struct MdnProgram {
+    int64_t count;
+    const MdnCall* calls;
+};
+MDN_PUBLIC int mdn_run(const MdnProgram* program);
+
+// sizeof of the eight structs above (without MdnCall), in their order.
+MDN_PUBLIC void mdn_layers_interface(int64_t sizes[8]);
 }

@@ -1,0 +1,117 @@
+"""Calls of csrc/vector_decay.h: the rules with a decay per key dimension (GLA, KDA, RWKV-7), float32.
+
+All tensors have the heads of v, and q is scaled (``mdn.ops.first_order.inputs.PreparedTensors``): shapes
+``[B, T, H, K]``, v ``[B, T, H, V]``, states ``[N, H, K, V]``; a decode step has no T.
+"""
+
+from __future__ import annotations
+
+from ctypes import addressof, c_int64
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.cpu.bindings import VectorDecay, VectorStep, call
+from mdn.ops.cpu.chunked import offsets_of
+from mdn.ops.cpu.decode import check_state
+
+SMALL = 1 << 16
+"""state elements below which one thread is fastest"""
+
+
+class VectorTensors(NamedTuple):
+    """Contiguous float32; without p (GLA) nothing is erased, with e (RWKV-7) along a key of its own."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    p: Tensor | None
+    e: Tensor | None
+    log_alpha: Tensor
+    initial: Tensor
+
+
+class VectorOutput(NamedTuple):
+    o: Tensor
+    final: Tensor
+    found: Tensor
+    """what the probes found, for the backward pass; empty without p or if not kept"""
+
+
+def forward(tensors: VectorTensors, boundaries: SequenceBoundaries | None, save: bool) -> VectorOutput:
+    problem, kept = _problem(tensors, boundaries)
+    keeps = save and tensors.p is not None
+    o, final = torch.empty_like(tensors.v), torch.empty_like(tensors.initial)
+    found = torch.empty_like(tensors.v) if keeps else tensors.v.new_empty(0)
+    problem.o, problem.final = o.data_ptr(), final.data_ptr()
+    if keeps:
+        problem.found = found.data_ptr()
+    call("mdn_vector_forward", problem)
+    del kept
+    return VectorOutput(o, final, found)
+
+
+def backward(
+    grad_o: Tensor,
+    grad_final: Tensor,
+    tensors: VectorTensors,
+    found: Tensor,
+    boundaries: SequenceBoundaries | None,
+) -> VectorTensors:
+    """Gradients of all tensors, None where one is None."""
+    problem, kept = _problem(tensors, boundaries)
+    gradients = VectorTensors(*(None if x is None else torch.empty_like(x) for x in tensors))  # type: ignore[arg-type]
+    problem.grad_o, problem.grad_final, problem.found = grad_o.data_ptr(), grad_final.data_ptr(), found.data_ptr()
+    for name, gradient in gradients._asdict().items():
+        if gradient is not None:
+            setattr(problem, f"grad_{name}", gradient.data_ptr())
+    call("mdn_vector_backward", problem)
+    del kept
+    return gradients
+
+
+def _problem(tensors: VectorTensors, boundaries: SequenceBoundaries | None) -> tuple[VectorDecay, object]:
+    """The struct, and what it points at beyond the tensors."""
+    batch, time, heads, key_dim = tensors.q.shape
+    listed = offsets_of(boundaries, batch, time)
+    offsets = (c_int64 * len(listed))(*listed)
+    is_small = tensors.q.numel() * tensors.v.shape[-1] < SMALL
+    problem = VectorDecay(
+        sequences=len(listed) - 1,
+        heads=heads,
+        key_dim=key_dim,
+        value_dim=tensors.v.shape[-1],
+        threads=1 if is_small else torch.get_num_threads(),
+        offsets=addressof(offsets),
+    )
+    for name, x in tensors._asdict().items():
+        if x is not None:
+            setattr(problem, name, x.data_ptr())
+    return problem, offsets
+
+
+def step_(tensors: VectorTensors, slots: Tensor | None) -> Tensor:
+    """One token for every row; ``tensors.initial`` is the state ``[slots, H, K, V]``, which changes in place."""
+    S, (batch, heads, key_dim) = tensors.initial, tensors.q.shape
+    check_state("S", S, (S.shape[0], heads, key_dim, tensors.v.shape[-1]))
+    o = torch.empty_like(tensors.v)
+    is_small = batch * heads * key_dim * tensors.v.shape[-1] < SMALL
+    struct = VectorStep(
+        batch=batch,
+        slot_count=S.shape[0],
+        heads=heads,
+        key_dim=key_dim,
+        value_dim=tensors.v.shape[-1],
+        threads=1 if is_small else torch.get_num_threads(),
+        S=S.data_ptr(),
+        S_strides=S.stride()[:3],
+        slots=None if slots is None else slots.data_ptr(),
+        o=o.data_ptr(),
+    )
+    for name, x in tensors._asdict().items():
+        if x is not None and name != "initial":
+            setattr(struct, name, x.data_ptr())
+    call("mdn_vector_step", struct)
+    return o
