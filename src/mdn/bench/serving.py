@@ -123,7 +123,8 @@ class BenchmarkedEngine:
         """Pages that one request of this length holds, in bytes."""
         scheduler = self.engine.engine_core.engine_core.scheduler
         pool, layout = scheduler.kv_cache_manager.block_pool, scheduler.kv_cache_config
-        page = sum(tensor.size for tensor in layout.kv_cache_tensors) // layout.num_blocks
+        # Layers of different kinds share one allocation, whose size every entry repeats.
+        page = max(tensor.size for tensor in layout.kv_cache_tensors) // layout.num_blocks
         free, held = pool.get_num_free_blocks(), 0
         self.add(context - 1, 2)
         while self.engine.has_unfinished_requests():
