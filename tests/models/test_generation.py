@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache
 
 from small_models import MODELS, VOCABULARY, small_model, tokens
@@ -95,7 +97,10 @@ def test_beam_search_in_a_left_padded_batch_equals_each_row_alone():
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["momentum_deltanet", "hybrid"])
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_generation_continues_from_a_cache_that_already_holds_the_beginning(name, chunk):
+def test_generation_continues_from_a_cache_that_already_holds_the_beginning(name, chunk, request):
+    if chunk is not None and Version(transformers.__version__) < Version("5.20"):
+        reason = "transformers 5.19 cuts the whole prompt into pieces, also what the cache holds already"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     model = small_model(name)
     ids = tokens(2, 12)
     cache = DynamicCache(config=model.config)
