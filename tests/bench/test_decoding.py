@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from mdn.bench import decoding_weights
 from mdn.bench.decoding import DecodingSize, bench, cache_bytes, filled_cache, growth
 from mdn.cli import main
 from mdn.layers import MIXERS
 from mdn.models import MomentumDeltaNetForCausalLM
-from mdn.models.info import model_facts
+from mdn.models.info import load_config, model_facts
 from mdn.training.build import count_parameters
 
 TINY = DecodingSize(hidden_size=32, layers=2, heads=2, vocab_size=50)
@@ -69,3 +70,15 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, message, capsys)
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_packed_weights_are_compared_with_float32_in_one_run():
+    config = load_config("mdn_tiny")
+    content = decoding_weights.bench(config, ["int8"], [1, 2], repeats=1, seconds=0.01, llama=False)
+    assert {(row["format"], row["batch"]) for row in content["rows"]} == {
+        (name, batch) for name in ("float32", "int8", "before") for batch in (1, 2)
+    }
+    before = [row for row in content["rows"] if row["format"] == "before"]
+    assert all(row["ratio"] == 1 for row in before)
+    (table,) = decoding_weights.tables(content)
+    assert len(table.rows) == 3

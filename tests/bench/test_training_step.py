@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mdn.bench.training_step import BASELINE, StepSize, measure, peak_memory
+from mdn.bench.training_step import BASELINE, StepSize, compare_with_torch, comparison_table, measure, peak_memory
 from mdn.cli import main
 from mdn.common.results import read_results
 from mdn.layers import MIXERS
@@ -61,3 +61,12 @@ def test_the_command_writes_json_and_a_plot(tmp_path: Path, capsys: pytest.Captu
 def test_an_unknown_mixer_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "train", "--mixers", "deltanett"]) == 2
     assert "--mixers: unknown deltanett; expected some of momentum_deltanet" in capsys.readouterr().err
+
+
+def test_a_step_with_native_layers_learns_as_the_torch_one_and_its_shares_add_up():
+    compared = compare_with_torch(SIZE, repeats=1, budget_seconds=0.01)
+    native, torch_row = compared["rows"]["native"], compared["rows"]["torch"]
+    assert abs(native["loss"] - torch_row["loss"]) < 1e-3
+    for row in (native, torch_row):
+        assert abs(row["products"] + row["rule"] + row["rest"] - 1) < 1e-6
+    assert len(comparison_table(compared).rows) == 2

@@ -105,6 +105,7 @@ SHORT = {
         "--mixers momentum_deltanet,attention --hidden-size 64 --layers 1 --heads 2 --contexts 16 --batches 1 "
         "--repeats 1 --seconds 0.01"
     ),
+    "mdn bench decode --weights": "--model mdn_tiny --batches 1,2 --repeats 1 --seconds 0.01 --no-llama",
     "mdn bench train": f"{SMALL_MODELS} --lengths 32 --tokens 32",
     "mdn bench train --lengths 512 2048 8192": f"{SMALL_MODELS} --lengths 32 --tokens 32",
     "mdn bench train --json train.json --plot train.png": f"{SMALL_MODELS} --lengths 32 --tokens 32",

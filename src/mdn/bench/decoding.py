@@ -78,7 +78,7 @@ def cache_bytes(cache: DynamicCache) -> int:
     return total
 
 
-def _decoder(model: nn.Module, cache: DynamicCache, batch: int) -> Callable[[], object]:
+def decoder(model: nn.Module, cache: DynamicCache, batch: int) -> Callable[[], object]:
     token = torch.zeros(batch, 1, dtype=torch.long)
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ def bench(
         for context in contexts:
             caches = {mixer: filled_cache(model, batch, context) for mixer, model in models.items()}
             memory = {mixer: cache_bytes(cache) // batch for mixer, cache in caches.items()}
-            calls = {mixer: _decoder(models[mixer], cache, batch) for mixer, cache in caches.items()}
+            calls = {mixer: decoder(models[mixer], cache, batch) for mixer, cache in caches.items()}
             least = interleaved(calls, repeats, seconds, label=f"batch {batch}, context {context}")
             for mixer, time in least.items():
                 ratio = time / least[REFERENCE] if REFERENCE in least else float("nan")

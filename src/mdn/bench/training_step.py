@@ -23,8 +23,10 @@ from mdn.common.plots import MIXER_COLOURS, doubling_axis, figure, legend_outsid
 from mdn.common.results import Table
 from mdn.layers import MIXERS
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
+from mdn.ops.fused import definitions_only
 
 BASELINE = "attention"
+REFERENCE = "momentum_deltanet"
 PROC_RESET = Path("/proc/self/clear_refs")
 
 
@@ -55,9 +57,9 @@ class StepSize:
         )
 
 
-def make_step(model: MomentumDeltaNetForCausalLM, batch: torch.Tensor) -> Callable[[], None]:
-    """A call that does one training step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+def make_step(model: MomentumDeltaNetForCausalLM, batch: torch.Tensor, fused: bool = True) -> Callable[[], None]:
+    """A call that does one training step, with torch's fused AdamW or its plain one."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
     model.train()
 
     def step() -> None:
@@ -132,6 +134,73 @@ def measure(mixers: Sequence[str], size: StepSize, repeats: int, budget_seconds:
     return rows
 
 
+MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+
+
+def compare_with_torch(size: StepSize, repeats: int, budget_seconds: float) -> dict[str, Any]:
+    """A step of MDN as it is, and as it was when all around the rule was plain torch (with torch's plain AdamW), from
+    the same weights: tokens per second, shares of the time, and the loss after the same number of steps."""
+    config = size.configs([REFERENCE])[REFERENCE]
+    length = size.lengths[0]
+    torch.manual_seed(0)
+    batch = torch.randint(size.vocab_size, (max(size.tokens // length, 1), length))
+    models: dict[str, Any] = {}
+    for name in ("native", "torch"):
+        torch.manual_seed(0)
+        models[name] = MomentumDeltaNetForCausalLM(config)
+    plain = make_step(models["torch"], batch, fused=False)
+
+    def before() -> None:
+        with definitions_only():
+            plain()
+
+    steps: dict[str, Callable[[], object]] = {"native": make_step(models["native"], batch), "torch": before}
+    seconds = interleaved(steps, repeats, budget_seconds, label="MDN, native and torch")
+    facts = {}
+    for name, model in models.items():
+        with torch.no_grad():
+            loss = float(model(input_ids=batch, labels=batch, use_cache=False).loss)
+        shares = shares_of(steps[name])
+        facts[name] = {"tokens_per_second": batch.numel() / seconds[name], "loss": loss, **shares}
+    return {"length": length, "rows": facts}
+
+
+def shares_of(step: Callable[[], object]) -> dict[str, float]:
+    """Of the time of one step: matrix products, the rule, everything else."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    events = profiler.key_averages()
+    total = sum(event.self_cpu_time_total for event in events)
+    products = sum(event.self_cpu_time_total for event in events if event.key in MATRIX_PRODUCTS)
+    rule = sum(event.self_cpu_time_total for event in events if event.key.startswith("mdn::"))
+    return {"products": products / total, "rule": rule / total, "rest": 1 - (products + rule) / total}
+
+
+def comparison_table(compared: dict[str, Any]) -> Table:
+    rows = compared["rows"]
+    names = ("tokens_per_second", "products", "rule", "rest", "loss")
+    lines = [
+        [name, f"{row['tokens_per_second']:,.0f}", *(f"{row[key]:.1%}" for key in names[1:4]), f"{row['loss']:.4f}"]
+        for name, row in rows.items()
+    ]
+    faster = rows["native"]["tokens_per_second"] / rows["torch"]["tokens_per_second"]
+    title = f"MDN at T = {compared['length']}: around the rule native or torch; native is {faster:.2f} times as fast"
+    return Table(title, ["", "tokens/s", "matrix products", "rule", "everything else", "loss"], lines)
+
+
+def against_reference(rows: list[dict[str, Any]]) -> Table | None:
+    """Speed of every mixer over MDN's, by length; None without MDN."""
+    lengths = sorted({row["length"] for row in rows})
+    speed = {(row["mixer"], row["length"]): row["tokens_per_second"] for row in rows}
+    mixers = list(dict.fromkeys(row["mixer"] for row in rows))
+    if REFERENCE not in mixers:
+        return None
+    lines = [[name, *(f"{speed[name, n] / speed[REFERENCE, n]:.2f}" for n in lengths)] for name in mixers]
+    return Table("training step: speed over MDN's by sequence length", ["mixer", *(f"{n:,}" for n in lengths)], lines)
+
+
 def tables(content: dict[str, Any]) -> list[Table]:
     """Tokens per second by length, every mixer."""
     rows = content["rows"]
@@ -143,7 +212,14 @@ def tables(content: dict[str, Any]) -> list[Table]:
         memory, parameters = mine[lengths[-1]]["peak_bytes"] / 2**20, mine[lengths[-1]]["parameters"] / 1e6
         lines.append([mixer, *cells, f"{memory:,.0f}", f"{parameters:.2f} M"])
     header = ["mixer", *(f"{n:,}" for n in lengths), f"MiB of a step at {lengths[-1]:,}", "parameters"]
-    return [Table("training step: tokens per second (ratio to attention) by sequence length", header, lines)]
+    speeds = Table("training step: tokens per second (ratio to attention) by sequence length", header, lines)
+    relative = against_reference(rows)
+    compared = content.get("compared")
+    return [
+        speeds,
+        *([] if relative is None else [relative]),
+        *([] if compared is None else [comparison_table(compared)]),
+    ]
 
 
 def draw(content: dict[str, Any]) -> Any:

@@ -28,8 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.hidden_size % 64:
         raise ValueError(f"--hidden-size must be a multiple of 64, got {args.hidden_size}")
+    import torch
+
     from mdn.bench.timing import machine
-    from mdn.bench.training_step import StepSize, check_mixers, draw, measure, tables
+    from mdn.bench.training_step import StepSize, check_mixers, compare_with_torch, draw, measure, tables
     from mdn.common.results import write_results
     from mdn.layers import MIXERS
 
@@ -37,7 +39,10 @@ def run(args: argparse.Namespace) -> None:
     mixers = check_mixers(args.mixers or list(MIXERS))
     size = StepSize(hidden_size=args.hidden_size, layers=args.layers, tokens=args.tokens, lengths=tuple(args.lengths))
     rows = measure(mixers, size, args.repeats, args.budget)
-    content = {"machine": facts, "size": vars(size), "rows": rows}
+    compared = None
+    if not torch.cuda.is_available() and "momentum_deltanet" in mixers:
+        compared = compare_with_torch(size, args.repeats, args.budget)
+    content = {"machine": facts, "size": vars(size), "rows": rows, "compared": compared}
     print(*tables(content), sep="\n\n")
     write_results(args.json, "train", content)
     if args.plot is not None:
