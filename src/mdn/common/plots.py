@@ -36,6 +36,7 @@ MIXER_COLOURS = {
     "gla": COLOURS[7],
     "linear_attention": COLOURS[9],
     "rwkv7": COLOURS[8],
+    "momentum_kda": "#800020",
 }
 
 STYLE: Any = {

@@ -16,6 +16,7 @@ from mdn.layers.linear_attention import LinearAttention
 from mdn.layers.mamba2 import Mamba2
 from mdn.layers.mixer import Mixer, ProjectedMixer, StateShape
 from mdn.layers.momentum_deltanet import Gates, GateSettings, MomentumDeltaNet, MomentumRule, StabilityGates
+from mdn.layers.momentum_kda import MomentumKDA
 from mdn.layers.norms import GatedRMSNorm, RMSNorm
 from mdn.layers.rwkv7 import ChannelMixing, RWKV7Attention
 from mdn.layers.token_layout import TokenLayout, make_layout
@@ -25,6 +26,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "gated_deltanet": GatedDeltaNet,
     "comba": Comba,
     "kda": KimiDeltaAttention,
+    "momentum_kda": MomentumKDA,
     "mamba2": Mamba2,
     "attention": Attention,
     "deltanet": DeltaNet,
@@ -50,6 +52,7 @@ __all__ = [
     "Mamba2",
     "Mixer",
     "MomentumDeltaNet",
+    "MomentumKDA",
     "MomentumRule",
     "ProjectedMixer",
     "RMSNorm",
