@@ -225,7 +225,8 @@ void find_key_gradients_through_states(const BackwardChunk& chunk, const Workspa
         add({S0, ws.grad_o_T, q_T, grad_q_T, gates.abar + 1, out.grad_abar + 1, 1, true});
         if (erase) add({S0, ws.grad_target_T, p_T, grad_p_T, gates.abar + probe, out.grad_abar + probe, -1, true});
         if (momentum) add({M0, ws.grad_o_T, q_T, grad_q_T, gates.b + 1, out.grad_b + 1, -1, false});
-        if (momentum && erase) add({M0, ws.grad_target_T, p_T, grad_p_T, gates.b + probe, out.grad_b + probe, 1, false});
+        if (momentum && erase)
+            add({M0, ws.grad_target_T, p_T, grad_p_T, gates.b + probe, out.grad_b + probe, 1, false});
     }
     if (chunk.gradient_is_zero) {
         fill_zeros(grad_k_T, chunk.K);

@@ -105,10 +105,10 @@ struct Chunk {
 // Every term is a product of numbers >= 0: nothing is divided or subtracted, so gates of exactly 0 are exact.
 struct Gates {
     float *alpha, *mu, *beta, *eta, *direct;  // [C]
-    float *abar, *b, *mbar;          // [C + 1]
-    Matrix gamma_S, gamma_M;         // [C + 1, C]; row r is written up to column columns_of_row(r)
-    float *write_S, *write_M;        // [C]: the last rows of gamma_S and gamma_M
-    float abar_C, b_C, mbar_C;       // weights of S0 in S', of -M0 in S' and of M0 in M'
+    float *abar, *b, *mbar;                   // [C + 1]
+    Matrix gamma_S, gamma_M;                  // [C + 1, C]; row r is written up to column columns_of_row(r)
+    float *write_S, *write_M;                 // [C]: the last rows of gamma_S and gamma_M
+    float abar_C, b_C, mbar_C;                // weights of S0 in S', of -M0 in S' and of M0 in M'
 
     Gates(Arena& arena, long C)
         : alpha(arena.floats(C)),
