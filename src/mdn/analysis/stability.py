@@ -126,7 +126,11 @@ def draw(content: dict[str, Any]) -> Any:
     left.axhline(0, color="#999999", linewidth=0.8)
     largest = max(row["99 % log10 norm"] for entry in content["sources"].values() for row in entry["windows"])
     left.set_ylim(SMALLEST_SHOWN, max(largest + 2, 4))
-    left.set(title="norm of the product: 99 % of heads (dotted: median)", xlabel="steps in the window")
+    left.set(
+        title="norm of the product: 99 % of heads (dotted: median)",
+        xlabel="steps in the window",
+        ylabel=f"not shown below 1e{SMALLEST_SHOWN}",
+    )
     doubling_axis(left, window)
     powers_of_ten(left.yaxis)
     rows = content["guarantee"]

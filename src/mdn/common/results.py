@@ -89,7 +89,8 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def command_line() -> str:
     """The command of this process, as a user would type it."""
-    name = Path(sys.argv[0]).name or "python"
+    started = Path(sys.argv[0])
+    name = started.parent.name if started.name == "__main__.py" else started.name or "python"  # python -m mdn
     return shlex.join([name, *sys.argv[1:]])
 
 

@@ -103,6 +103,6 @@ def draw(content: dict[str, Any]) -> Any:
         axis.set_yticks(range(len(rows)), [entry["row"] for entry in rows] if axis is left else [])
     left.set(xlabel="held-out bits per byte (a point per seed)")
     right.axvline(GROWS, color="#999999", linewidth=0.8, linestyle="--")
-    right.set(xlabel="largest growth of a disturbance (beyond the dashes: the state grows)")
+    right.set(xlabel="growth of a disturbance (dashes: limit)")
     powers_of_ten(right.xaxis)
     return fig

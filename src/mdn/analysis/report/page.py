@@ -147,7 +147,8 @@ def _runs_table(runs: list[TrainingRun]) -> Table:
 def _html(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.header)
     rows = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in table.rows
+        f'<tr><th scope="row">{escape(row[0]).replace("_", "_<wbr>")}</th>{"".join(map(_cell, row[1:]))}</tr>'
+        for row in table.rows
     )
     caption = f'<p class="caption">{escape(table.caption)}</p>' if table.caption else ""
     # A wide table scrolls by itself; with a tabindex the keyboard can scroll it too.
