@@ -52,6 +52,10 @@ void look_at(const char* name, const void* values, long count, bool bfloat16) {
 struct Switches {
     bool bfloat16, with_p, momentum, erase, state;
     long slices, chunk_size;
+
+    // The two options of the momentum rule go with switches that they have nothing to do with: all pairs occur.
+    bool direct() const { return momentum && erase && with_p; }
+    bool lookahead() const { return momentum && erase && state; }
 };
 
 void run_sequences(const Switches& on) {
@@ -74,7 +78,8 @@ void run_sequences(const Switches& on) {
     x.bfloat16 = on.bfloat16;
     x.float32_key_gradient = 1;
     x.l2norm = 1;
-    x.p_times_alpha = 1;
+    x.lookahead = on.lookahead();
+    x.p_times_alpha = !on.lookahead();
     x.has_momentum = on.momentum;
     x.has_erase = on.erase;
     x.scale = 0.2;
@@ -87,6 +92,7 @@ void run_sequences(const Switches& on) {
     x.beta = random_floats(gates, 0, 1);
     x.eta = random_floats(gates, 0, 1);
     x.log_mu = on.momentum ? random_floats(gates, -1, 0) : nullptr;
+    x.direct = on.direct() ? random_floats(gates, 0, 1) : nullptr;
     x.initial_S = on.state ? random_floats(state_size) : nullptr;
     x.initial_M = on.state && on.momentum ? random_floats(state_size) : nullptr;
     x.o = fresh<float>(values);
@@ -110,12 +116,13 @@ void run_sequences(const Switches& on) {
     x.grad_beta = fresh<float>(gate_gradients);
     x.grad_eta = fresh<float>(gate_gradients);
     x.grad_log_mu = on.momentum ? fresh<float>(gate_gradients) : nullptr;
+    x.grad_direct = on.direct() ? fresh<float>(gate_gradients) : nullptr;
     x.grad_initial_S = on.state ? fresh<float>(state_size) : nullptr;
     x.grad_initial_M = on.state && on.momentum ? fresh<float>(state_size) : nullptr;
     failures += mdn_backward(&x);
     for (const void* gradient : {x.grad_q, x.grad_k, x.grad_p})
         look_at("gradient of a key", gradient, key_gradients, false);
-    for (const float* gradient : {x.grad_log_alpha, x.grad_log_mu, x.grad_beta, x.grad_eta})
+    for (const float* gradient : {x.grad_log_alpha, x.grad_log_mu, x.grad_beta, x.grad_eta, x.grad_direct})
         look_at("gradient of a gate", gradient, gate_gradients, false);
     look_at("grad_v", x.grad_v, values, on.bfloat16);
     for (const float* gradient : {x.grad_initial_S, x.grad_initial_M})
@@ -139,7 +146,8 @@ void run_step(const Switches& on) {
     x.threads = 2;
     x.bfloat16 = on.bfloat16;
     x.l2norm = 1;
-    x.p_times_alpha = 1;
+    x.lookahead = on.lookahead();
+    x.p_times_alpha = !on.lookahead();
     x.has_momentum = on.momentum;
     x.has_erase = on.erase;
     x.scale = 0.2;
@@ -151,6 +159,7 @@ void run_step(const Switches& on) {
     x.log_alpha = random_floats(batch * value_heads, -1, 0);
     x.beta = random_floats(batch * value_heads, 0, 1);
     x.log_mu = on.momentum ? random_floats(batch * value_heads, -1, 0) : nullptr;
+    x.direct = on.direct() ? random_floats(batch * value_heads, 0, 1) : nullptr;
     x.S = random_floats(state_size);
     x.M = on.momentum ? random_floats(state_size) : nullptr;
     const int64_t strides[3] = {value_heads * key_dim * value_dim, key_dim * value_dim, value_dim};
