@@ -14,7 +14,8 @@ from mdn.experiments import grid
 from mdn.experiments.studies import oscillation, pages, retrieval
 from mdn.experiments.studies.catalogue import STUDIES
 from mdn.experiments.studies.contestants import CONTESTANTS, contestant
-from mdn.experiments.studies.results import draw, seed_means, summarise, tables, write_summary
+from mdn.experiments.studies.overview import summarise_overview
+from mdn.experiments.studies.results import draw, mean_curve, seed_means, summarise, tables
 from mdn.experiments.studies.statistics import difference_interval, is_told_apart, mean_interval, t_quantile
 from mdn.experiments.studies.study import TUNING_SEED, Study, StudyCell, train_study_cell
 
@@ -214,6 +215,16 @@ def test_a_figure_names_every_contestant(recorded):
     assert words == [CONTESTANTS["mdn"].label, CONTESTANTS["gdn"].label]
 
 
+def test_a_task_with_checkpoints_shows_how_far_apart_its_models_are_over_the_tokens(recorded):
+    (task,) = recorded["tasks"]
+    for row, halfway in zip(task["rows"], (0.5, 0.9)):
+        row["curves"] = [[{"steps": 2, "scores": {"1x": halfway, "2x": halfway}}]] * 2
+    assert mean_curve(task["rows"][0], 4) == {2: 0.5, 4: pytest.approx(0.2)}
+    (axis,) = [axis for axis in draw(recorded).axes if axis.get_xlabel() == "million tokens"]
+    gaps = {line.get_label(): list(line.get_ydata()) for line in axis.get_lines()}
+    assert gaps == {"MDN": [0, 0], "GDN": [pytest.approx(0.4), pytest.approx(0.3)]}
+
+
 # -------------------------------------------------------------------------------------------------------- the command
 
 
@@ -264,15 +275,21 @@ def test_an_answer_names_who_is_better_and_what_is_missing():
     assert verdicts == {"MDN and GDN": "MDN is better", "MDN, V/2 and GDN": "seeds are missing"}
 
 
-@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)
-def test_the_summary_of_a_study_is_that_of_its_recorded_cells(study, tmp_path):
-    content = summarise(study, ROOT / pages.DATA / "studies")
-    kept = pages.summary_path(ROOT / pages.DATA, study.name)
-    if any(task["rows"] for task in content["tasks"]):
-        write_summary(tmp_path / "summary.json", content)
-        assert kept.read_text() == (tmp_path / "summary.json").read_text(), "make figures was not run"
-    else:
-        assert not kept.is_file()
+def test_summaries_are_those_of_the_recorded_cells(tmp_path):
+    kept = [*(ROOT / pages.DATA).glob("study_*.json"), *(ROOT / pages.DATA).glob(pages.OVERVIEW)]
+    written = pages.write_summaries(ROOT / pages.DATA, tmp_path)
+    assert {path.name for path in kept} == {path.name for path in written}
+    for path in kept:
+        assert path.read_text() == (tmp_path / path.name).read_text(), "make figures was not run"
+
+
+def test_the_overview_compares_errors_where_all_seeds_are_there(recorded):
+    (row,) = summarise_overview([recorded])["rows"]
+    assert (row["task"], row["first"], row["second"], row["seeds"]) == ("resonator", "mdn", "gdn", 2)
+    assert row["ratio"] == pytest.approx((0.1 * 0.3) ** 0.5 / 0.5)
+    assert row["low"] < row["ratio"] < row["high"]
+    recorded["tasks"][0]["seeds"] = 3
+    assert summarise_overview([recorded])["rows"] == []
 
 
 @pytest.mark.parametrize("page", [ROOT / "docs/experiments.md", *sorted((ROOT / pages.PAGES).glob("*.md"))])

@@ -23,6 +23,7 @@ KINDS = {
     "needle": Kind("Needles", "mdn.evaluation.needle"),
     "ablations": Kind("Ablations", "mdn.experiments.ablation_results"),
     "study": Kind("Studies", "mdn.experiments.studies.results"),
+    "momentum-pays": Kind("Where momentum pays", "mdn.experiments.studies.overview"),
     "causality": Kind("Causality", "mdn.experiments.causality"),
     "spectra": Kind("Spectra", "mdn.analysis.spectra"),
     "stability": Kind("Stability", "mdn.analysis.stability"),

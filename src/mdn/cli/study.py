@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
         return
     limit = None if args.limit_minutes is None else TimeLimit(time.time() + 60 * args.limit_minutes)
     for study in studies:
-        study.run(out, processes, limit)
+        study.run(out, 0 if args.limit_minutes == 0 else processes, limit)
         content = summarise(study, out)
         print(f"\n{study.name}: {content['cells']} of {content['of']} cells recorded", *tables(content), sep="\n\n")
     if args.json or args.plot:
@@ -71,9 +71,10 @@ def run(args: argparse.Namespace) -> None:
 
 def _write(content: dict[str, Any], args: argparse.Namespace) -> None:
     from mdn.common.plots import save_figure
-    from mdn.experiments.studies.results import draw, tables, write_summary
+    from mdn.common.results import write_results
+    from mdn.experiments.studies.results import draw, tables
 
-    write_summary(args.json, content)
+    write_results(args.json, "study", content)
     if args.plot is not None:
         if not tables(content):
             raise ValueError("--plot: no cell with a chosen learning rate is recorded yet")

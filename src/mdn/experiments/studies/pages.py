@@ -21,22 +21,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mdn.common.files import write_atomically
-from mdn.common.results import Table, read_results
+from mdn.common.results import Table, read_results, write_results
 from mdn.experiments.studies.catalogue import STUDIES
 from mdn.experiments.studies.contestants import CONTESTANTS
+from mdn.experiments.studies.overview import summarise_overview
 from mdn.experiments.studies.results import (
     metric_of,
     seed_means,
     summarise,
     tables,
     with_interval,
-    write_summary,
 )
 from mdn.experiments.studies.statistics import difference_interval, is_told_apart
 from mdn.experiments.studies.study import Comparison, Metric, StudySize
 
 DATA, PAGES = Path("docs/experiments/data"), Path("docs/experiments")
 BLOCK = re.compile(r"(<!-- study ([\w-]+) (\w+) -->\n).*?(<!-- end of study -->)", re.DOTALL)
+OVERVIEW = "momentum_pays.json"
 FIRST, SECOND, LEVEL, UNDECIDED = "first", "second", "level", "undecided"
 
 
@@ -178,12 +179,32 @@ def updated(text: str, data: Path) -> str:
     return BLOCK.sub(fill, text)
 
 
-def main() -> int:
+def summaries(data: Path) -> dict[str, dict[str, Any]]:
+    """The content of every generated result file, by its name; what has no recorded seed has no file."""
+    found = {}
     for study in STUDIES.values():
-        content = summarise(study, DATA / "studies")
+        content = summarise(study, data / "studies")
         if any(task["rows"] for task in content["tasks"]):
-            write_summary(summary_path(DATA, study.name), content)
-            print(summary_path(DATA, study.name))
+            found[summary_path(data, study.name).name] = {
+                "kind": "study",
+                "command": f"mdn study {study.name}",
+            } | content
+    overview = summarise_overview(list(found.values()))
+    if overview["rows"]:
+        found[OVERVIEW] = overview
+    return found
+
+
+def write_summaries(data: Path, to: Path) -> list[Path]:
+    written = []
+    for name, content in summaries(data).items():
+        write_results(to / name, "momentum-pays" if name == OVERVIEW else "study", content)
+        written.append(to / name)
+    return written
+
+
+def main() -> int:
+    print(*write_summaries(DATA, DATA), sep="\n")
     for page in (Path("docs/experiments.md"), *sorted(PAGES.glob("*.md"))):
         before = page.read_text(encoding="utf-8")
         if before != updated(before, DATA):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mdn.common.plots import figure
-from mdn.common.results import Table, write_results
+from mdn.common.results import Table
 from mdn.experiments.grid import finished
 from mdn.experiments.studies.contestants import CONTESTANTS
 from mdn.experiments.studies.statistics import mean_interval
@@ -37,6 +37,7 @@ def summarise(study: Study, out: Path) -> dict[str, Any]:
                 "name": task.name,
                 "title": task.title,
                 "steps": task.steps,
+                "batch_tokens": task.settings().get("batch_tokens"),
                 "seeds": task.seeds,
                 "rates": task.rates,
                 "metric": vars(task.metric),
@@ -45,6 +46,7 @@ def summarise(study: Study, out: Path) -> dict[str, Any]:
             }
         )
     return {
+        "command": f"mdn study {study.name}",
         "study": study.name,
         "question": study.question,
         "cells": progress.cells,
@@ -68,10 +70,6 @@ def _row(name: str, task: Task, cells: list[StudyCell], results: dict[str, Any])
             "curves": [result["curve"] for result in found] if task.checkpoints else [],
         }
     return row
-
-
-def write_summary(path: Path | str | None, content: dict[str, Any]) -> None:
-    write_results(path, "study", content | {"command": f"mdn study {content['study']}"})
 
 
 def seed_means(row: Row) -> list[float]:
@@ -115,17 +113,19 @@ def task_table(task: dict[str, Any]) -> Table:
 
 
 def draw(content: dict[str, Any]) -> Any:
-    """A panel per task: every seed a point, the mean with its interval; gaps over the steps where there are curves."""
+    """A panel per task: every seed a point, the mean with its interval. Tasks with curves also have one over tokens."""
     tasks = [task for task in content["tasks"] if task["rows"]]
+    drawn = [(_draw_task, task) for task in tasks]
+    drawn += [(_draw_curves, task) for task in tasks if any(row["curves"] for row in task["rows"])]
+    columns = min(2, len(drawn))
+    lines = -(-len(drawn) // columns)
     tallest = max(len(task["rows"]) for task in tasks)
-    columns = min(2, len(tasks))
-    lines = -(-len(tasks) // columns)
-    size = (4.8 * columns + 0.4, lines * (0.27 * tallest + 1.0) + 0.3)
+    size = (4.8 * columns + 0.4, lines * max(2.2, 0.27 * tallest + 1.0) + 0.3)
     fig, axes = figure("", rows=lines, columns=columns, size=size)
-    panels = [axes] if len(tasks) == 1 else list(axes.flat)
-    for axis, task in zip(panels, tasks):
-        _draw_task(axis, task)
-    for axis in panels[len(tasks) :]:
+    panels = [axes] if len(drawn) == 1 else list(axes.flat)
+    for axis, (draw_panel, task) in zip(panels, drawn):
+        draw_panel(axis, task)
+    for axis in panels[len(drawn) :]:
         axis.set_visible(False)
     return fig
 
@@ -147,3 +147,26 @@ def _draw_task(axis: Any, task: dict[str, Any]) -> None:
     axis.set_ylim(len(task["rows"]) - 0.5, -0.5)
     arrow = "→ better" if metric.higher_is_better else "← better"
     axis.set(title=task["name"], xlabel=f"{metric.name}  ({arrow})")
+
+
+def mean_curve(row: Row, steps: int) -> dict[int, float]:
+    """The mean over seeds and tests after every recorded number of steps, the last one included."""
+    points: dict[int, list[float]] = {steps: seed_means(row)}
+    for curve in row["curves"]:
+        for point in curve:
+            points.setdefault(point["steps"], []).append(statistics.fmean(point["scores"].values()))
+    return {number: statistics.fmean(values) for number, values in sorted(points.items())}
+
+
+def _draw_curves(axis: Any, task: dict[str, Any]) -> None:
+    """Every contestant's distance to the first one over the tokens seen: whether a gap closes."""
+    metric, steps = metric_of(task), task["steps"]
+    reference = mean_curve(task["rows"][0], steps)
+    for row in task["rows"]:
+        gaps = {number: value - reference[number] for number, value in mean_curve(row, steps).items()}
+        millions = [number * task["batch_tokens"] / 1e6 for number in gaps]
+        colour = CONTESTANTS[row["contestant"]].colour
+        axis.plot(millions, list(gaps.values()), "o-", color=colour, label=label(row))
+    axis.legend(fontsize=7)
+    title = f"{task['name']}: distance to {label(task['rows'][0])}"
+    axis.set(title=title, xlabel="million tokens", ylabel=metric.name)
