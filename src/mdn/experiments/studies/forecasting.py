@@ -27,7 +27,7 @@ CONTEXT, ROWS = 96, 8
 HORIZONS = (1, 16)
 ORIGINS = 48
 INPUT_NOISE = 0.1
-SKILL = Metric("squared error / that of persistence", higher_is_better=False, worst=1.0)
+SKILL = Metric("squared error / persistence's", higher_is_better=False, worst=1.0)
 Forecaster = Callable[[RealSeries, np.ndarray], np.ndarray]
 """contexts [origins, CONTEXT] of a series -> forecast differences [origins, max(HORIZONS)]"""
 

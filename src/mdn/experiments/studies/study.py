@@ -66,7 +66,7 @@ class Metric:
 
 
 ACCURACY = Metric("accuracy, %", higher_is_better=True, worst=0.0, factor=100.0, digits=1)
-ERROR = Metric("squared error / power of the signal", higher_is_better=False, worst=1.0)
+ERROR = Metric("squared error / signal power", higher_is_better=False, worst=1.0)
 BITS = Metric("held-out bits per byte", higher_is_better=False, worst=8.0)
 
 
