@@ -1,19 +1,19 @@
 """The chunk form with a decay for every key dimension, and its adjoint, for a batch of chunks.
 
 Numbers in parentheses: equations of docs/derivation.md. Z = chunks x value heads, C tokens, P = C rounded up to a power
-of two. Every key dimension carries its row of (S, M), and a token without a write moves it by a triangular step (25):
+of two. Every key dimension carries its row of (S, M), and a token without a write moves it by a triangular step (26):
 
     S <- abar S - b M,    M <- mbar M        of one token: abar = alpha, b = beta mu, mbar = mu
 
 A token writes k r^T with the column (beta eta + direct, -eta), and reads with a row: q after its own step, p before it.
-Two neighbouring runs of tokens become one, with the border between them as the anchor (26):
+Two neighbouring runs of tokens become one, with the border between them as the anchor (27):
 
     scores of 2 with 1   read_S write_S^T + read_M write_M^T                         one product of length 2K
     reads of 2           (read_S, read_M)   <- (abar_1 read_S, mbar_1 read_M - b_1 read_S)      from the start of 1
     writes of 1          (write_S, write_M) <- (abar_2 write_S - b_2 write_M, mbar_2 write_M)   to the end of 2
     the step             (abar, b, mbar)    <- (abar_2 abar_1, abar_2 b_1 + b_2 mbar_1, mbar_2 mbar_1)
 
-After log2(C) levels the same arrays are the chunk's map (27). Coefficients are sums of products of gates that all have
+After log2(C) levels the same arrays are the chunk's map (28). Coefficients are sums of products of gates that all have
 the same sign: nothing is divided, no exponent but that of one token's log is taken, and a gate of zero is exact.
 """
 
@@ -47,7 +47,7 @@ class Steps(NamedTuple):
         return Steps(*(x[:, 0::2] for x in self)), Steps(*(x[:, 1::2] for x in self))
 
     def before(self, later: Steps) -> Steps:
-        """Both runs as one (26)."""
+        """Both runs as one (27)."""
         b = torch.addcmul(later.abar * self.b, later.b, self.mbar)
         return Steps(later.abar * self.abar, b, later.mbar * self.mbar)
 
@@ -56,13 +56,13 @@ class Steps(NamedTuple):
         return Steps(*(x.unsqueeze(2) for x in self))
 
     def carry_reads_(self, late: Tensor) -> None:
-        """Reads [Z, pairs, n, 2K] from the end of this run to its start, in place (26)."""
+        """Reads [Z, pairs, n, 2K] from the end of this run to its start, in place (27)."""
         (abar, b, mbar), (read_S, read_M) = self.rows(), late.chunk(2, -1)
         read_M.mul_(mbar).addcmul_(read_S, b, value=-1)
         read_S.mul_(abar)
 
     def carry_writes_(self, early: Tensor) -> None:
-        """Writes [Z, pairs, n, 2K] from the start of this run to its end, in place (26)."""
+        """Writes [Z, pairs, n, 2K] from the start of this run to its end, in place (27)."""
         (abar, b, mbar), (write_S, write_M) = self.rows(), early.chunk(2, -1)
         write_S.mul_(abar).addcmul_(write_M, b, value=-1)
         write_M.mul_(mbar)
@@ -90,7 +90,7 @@ def merge_runs_(read: Tensor, write: Tensor, steps: Steps, scores: Tensor, keep:
         late, early = pairs.later(rows, 2), pairs.earlier(write)
         if keep:
             kept.append(Merge(pairs, first, second, late.clone(), early.clone()))
-        met = torch.bmm(late.flatten(0, 1), early.flatten(0, 1).mT)  # (26)
+        met = torch.bmm(late.flatten(0, 1), early.flatten(0, 1).mT)  # (27)
         pairs.between(table, 2).copy_(met.unflatten(0, late.shape[:2]))
         first.carry_reads_(late)
         second.carry_writes_(early)
@@ -105,7 +105,7 @@ def merge_adjoint_(
     grad_scores: Tensor,  # [Z, P, 2, P]
     grad_steps: Steps,  # [Z, 1, K]
 ) -> Steps:
-    """The same levels downwards (28); returns the gradients of the tokens' steps [Z, P, K]."""
+    """The same levels downwards (29); returns the gradients of the tokens' steps [Z, P, K]."""
     rows, table = grad_read.flatten(1, 2), grad_scores.flatten(1, 2)
     for pairs, first, second, late, early in reversed(kept):
         grad_late, grad_early = pairs.later(rows, 2), pairs.earlier(grad_write)
@@ -209,7 +209,7 @@ def prepare_vector(
     read[:, :size], read[:, size:] = scratch.leaves_read[:, :size].unbind(2)
     minus_erase, attend = scratch.scores[:, :size, :, :size].unbind(2)
     own = (pq[:, size:] * k).sum(-1) * of_tokens.at_once.squeeze(-1)
-    attend.diagonal(dim1=-2, dim2=-1).copy_(own)  # (27): a query reads its own token's write at once
+    attend.diagonal(dim1=-2, dim2=-1).copy_(own)  # (28): a query reads its own token's write at once
     return VectorChunks(
         pq=pq,
         k=k,
@@ -225,7 +225,7 @@ def prepare_vector(
 
 
 def _leaves(gates: TokenGates, pq: Tensor, k: Tensor, scratch: VectorScratch) -> Steps:
-    """Fills reads and writes of single tokens (25), rows of p with a minus sign; returns their steps. What C lacks to a
+    """Fills reads and writes of single tokens (26), rows of p with a minus sign; returns their steps. What C lacks to a
     power of two does nothing."""
     size, missing = k.shape[1], scratch.leaves_write.shape[1] - k.shape[1]
     read, write = scratch.leaves_read, scratch.leaves_write
