@@ -37,19 +37,6 @@ def test_triton_by_name_raises_when_it_is_not_installed(monkeypatch: pytest.Monk
     assert "Triton is not installed (pip install 'momentum-deltanet[triton]'" in forced("triton")
 
 
-@pytest.mark.parametrize("form", [chunk_momentum_delta_rule, fused_recurrent_momentum_delta_rule])
-@pytest.mark.parametrize(
-    ("extra", "reason"),
-    [
-        ({"direct": torch.ones(2, 4, 2)}, "the Triton kernels have no direct write beside the momentum"),
-        ({"lookahead": True}, "the Triton kernels have no look-ahead"),
-    ],
-)
-def test_triton_by_name_refuses_what_its_kernels_do_not_have(form, extra: dict, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"backend='triton' cannot be used here: {reason}"):
-        form(**make_inputs(T=4), **extra, backend="triton")
-
-
 def test_fla_serves_the_first_order_rules_only() -> None:
     assert "FLA's kernels serve the first-order rules, not the momentum delta rule" in forced("fla")
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mdn.bench.kernels import total_ms
+
 
 def table(header: list[str], rows: Iterable[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
@@ -61,6 +63,9 @@ def variants(report: dict[str, Any]) -> str:
         line = [name]
         for target in targets:
             mine = [row for row in rows if (row["variant"], row["target"]) == (name, target)]
+            if not mine:
+                line.append("-")
+                continue
             worst = max(mine, key=lambda row: row["spill_bytes"])
             spills = f"{worst['spill_bytes']:,} (`{worst['name']}`)" if worst["spill_bytes"] else "0"
             line.append(f"{len(mine)} / {spills} / {max(row['shared_bytes'] for row in mine):,}")
@@ -68,9 +73,65 @@ def variants(report: dict[str, Any]) -> str:
     return table(["inputs", *targets], lines)
 
 
+def estimate(report: dict[str, Any]) -> str:
+    """Estimated milliseconds, and ours over the others'."""
+    rows = []
+    for (target, size), times in total_ms(report).items():
+        ratios = [f"{times['mdn'] / times[other]:.2f}" for other in ("gdn", "kda")]
+        rows.append([target, size, *(f"{times[name]:.2f}" for name in ("mdn", "gdn", "kda")), *ratios])
+    return table(["GPU", "size", "MDN", "GDN", "KDA", "MDN / GDN", "MDN / KDA"], rows)
+
+
+def launches(report: dict[str, Any]) -> str:
+    """What each launch takes by the estimate, ours and FLA's, on sm_90."""
+    rows = []
+    for row in report["estimates"]:
+        if row["target"] == "sm_90":
+            figures = [f"{row[name]:,}" for name in ("programs", "cycles", "blocks_per_sm", "barriers")]
+            rows.append(
+                [row["op"].upper(), row["size"], f"`{row['name']}`", *figures, row["bound"], f"{row['ms']:.2f}"]
+            )
+    return table(["op", "size", "kernel", "programs", "cycles", "blocks / SM", "barriers", "bound", "ms"], rows)
+
+
+COUNTED = ("warp_instructions", "mma", "barriers", "sectors", "sectors_distinct", "wavefronts", "wavefronts_ideal")
+
+
+def counts(report: dict[str, Any]) -> str:
+    """What was executed per token and head: ours by kernel, the others' sums."""
+    rows = []
+    for target, op, which in dict.fromkeys((row["target"], row["op"], row["pass"]) for row in report["counts"]):
+        mine = [row for row in report["counts"] if (row["target"], row["op"], row["pass"]) == (target, op, which)]
+        if op == "mdn":
+            rows += [[target, f"`{row['name']}`", *(_count(row[figure]) for figure in COUNTED)] for row in mine]
+        sums = [f"**{_count(sum(row[figure] for row in mine))}**" for figure in COUNTED]
+        rows.append([target, f"**{op.upper()}, {which}**", *sums])
+    return table(["GPU", "kernel", *(name.replace("_", " ") for name in COUNTED)], rows)
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def timeline(report: dict[str, Any]) -> str:
+    """Cycles / blocks per SM / barriers / copies in flight of every launch, for each width and target."""
+    rows = [row for row in report["kernels"] if "cycles" in row]
+    places = list(dict.fromkeys((row["target"], row["K"]) for row in rows))
+    cells: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
+    for row in rows:
+        text = f"{row['cycles']:,} / {row['blocks_per_sm']} / {row['barriers']} / {row['copies_in_flight']}"
+        cells.setdefault((row["name"], row["pass"]), {})[row["target"], row["K"]] = text
+    lines = [[f"`{name}`", which, *(found[place] for place in places)] for (name, which), found in cells.items()]
+    return table(["kernel", "pass", *(f"{target}, K={width}" for target, width in places)], lines)
+
+
 def fill(page: str, report: dict[str, Any]) -> str:
     """The page with its tables taken from the report."""
     tables = {
+        "estimate": estimate(report),
+        "launches": launches(report),
+        "counts": counts(report),
+        "timeline": timeline(report),
         "traffic": traffic(report),
         "resources-128": resources(report, 128),
         "resources-256": resources(report, 256),

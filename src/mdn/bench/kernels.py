@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +22,12 @@ from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 
 BARS = {"launches": {"forward": 5, "backward": 6}, "bytes_K128": {"forward": 3000, "backward": 8000}}
 SPILL_BAR_K128 = 64
-ESTIMATE_BARS = {"H6_K128_V256": {"gdn": 1.5, "kda": 1.1}, "H6_K256_V512": {"gdn": 1.4, "kda": 1.3}}
-"""how many times as long ours may take by the estimate"""
+ESTIMATE_BARS = {"H=6 K=128 V=256": {"gdn": 1.5, "kda": 1.1}, "H=6 K=256 V=512": {"gdn": 1.4, "kda": 1.3}}
+"""how many times as long ours may take by the estimate on sm_90"""
 COUNT_BARS = {"forward": 700, "backward": 2000}
 """warp instructions per token and head, emulated"""
+WAVEFRONT_BAR = 1.2
+"""passes through shared memory over those without bank conflicts, in every kernel"""
 SHARED_LIMIT_SM90 = 232_448
 PASSES = ("forward", "backward", "decode")
 
@@ -82,6 +83,7 @@ class Variant:
 
 
 VARIANTS = (
+    Variant("batch 1", batch=1),
     Variant("given p", given_p=True),
     Variant("two value heads per key head", heads=3),
     Variant("pack with states and slots", packed=True),
@@ -122,9 +124,7 @@ def compile_variant(variant: Variant, target: str) -> Iterator[dict[str, Any]]:
             row |= compile_launch(launch, target).as_dict()
             if target in GPUS:
                 found = analyse(build(launch, target))
-                span = found.span(scan=launch.name in SCANS)
-                row |= {"cycles": round(span.cycles), "blocks_per_sm": found.blocks_per_sm(GPUS[target])}
-                row |= {"barriers": span.barriers, "copies_in_flight": span.copies_in_flight}
+                row |= found.as_dict(GPUS[target], scan=launch.name in SCANS)
             yield row
 
 
@@ -132,58 +132,13 @@ SCANS = ("forward_states", "rebuild_states", "backward_states")
 """kernels that walk along a sequence: their cycles and barriers are those of one chunk"""
 
 
-def estimate_times() -> dict[str, dict[str, float]]:
-    """Milliseconds of forward + backward on sm_90 at B=8, T=4096, estimated from machine code (`gpu.estimate`): ours,
-    FLA's GDN of the same size, and KDA with the head counts of the paper's models of that size."""
-    from mdn.bench.gpu.estimate import Size, estimate, run_gdn, run_kda, run_mdn
-    from mdn.ops.triton.tiles import assume_target
-
-    found: dict[str, dict[str, float]] = {}
-    with assume_target("sm_90"):
-        for size, kda in ((Size(6, 128, 256), Size(8, 128, 128)), (Size(6, 256, 512), Size(16, 128, 128))):
-            ops = {"mdn": (run_mdn, size), "gdn": (run_gdn, size), "kda": (run_kda, kda)}
-            found[f"H{size.heads}_K{size.key_dim}_V{size.value_dim}"] = {
-                name: 1e3 * estimate(op, of, "sm_90", batch=8, time=4096) for name, (op, of) in ops.items()
-            }
-    return found
-
-
-def count_executed(tokens: int = 256, heads: int = 2) -> dict[str, dict[str, dict[str, float]]]:
-    """What the compiled kernels do per token and head, counted while an emulator runs them: K = V = 128, sm_80."""
-    from mdn.bench.emulator.launch import EmulatedGPU, replace_triton
-    from mdn.bench.gpu.estimate import Size, run_gdn, run_kda, run_mdn
-    from mdn.ops.triton.tiles import assume_target
-
-    report = {}
-    size = Size(heads, 128, 128)
-    for name, op in (("mdn", run_mdn), ("gdn", run_gdn), ("kda", run_kda)):
-        gpu = EmulatedGPU("sm_80", count=True)
-        so_far: list[dict[str, float]] = []
-        with assume_target("sm_80"), replace_triton(gpu):
-            op(size, tokens, partial(_note_executed, gpu, so_far))
-        forward, both = so_far
-        per = tokens * heads
-        backward = {key: both[key] - forward[key] for key in both}
-        report[name] = {
-            "forward": {key: value / per for key, value in forward.items()},
-            "backward": {key: value / per for key, value in backward.items()},
-        }
-    return report
-
-
-def _note_executed(gpu: Any, so_far: list[dict[str, float]]) -> None:
-    """Add the sums over all launches until now."""
-    runs = [run for runs in gpu.counts.values() for run in runs]
-    kinds = ("load", "store")
-    sums = {
-        "warp_instructions": sum(run.warp_instructions for run in runs),
-        "mma": sum(run.mma for run in runs),
-        "sectors": sum(run.sectors(kind) for run in runs for kind in kinds),
-        "sectors_distinct": sum(run.sectors(kind, distinct=True) for run in runs for kind in kinds),
-        "wavefronts": sum(run.wavefronts() for run in runs),
-        "wavefronts_ideal": sum(run.wavefronts(True) for run in runs),
-    }
-    so_far.append(sums)
+def total_ms(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
+    """(target, size) -> op -> estimated milliseconds of all its launches."""
+    totals: dict[tuple[str, str], dict[str, float]] = {}
+    for row in report.get("estimates", ()):
+        ops = totals.setdefault((row["target"], row["size"]), {})
+        ops[row["op"]] = ops.get(row["op"], 0.0) + row["ms"]
+    return totals
 
 
 def written_by(variant: Variant, which: str) -> list[tuple[str, dict[str, int]]]:
@@ -250,17 +205,31 @@ def broken_bars(report: dict[str, Any]) -> list[str]:
         found = report["bytes_written_per_token_head"].get("K128", {}).get(name, 0)
         if found > bar:
             broken.append(f"{name}: {found:.0f} bytes per token and head at K=128, bar {bar}")
-    for row in report["kernels"]:
+    alone = [row for row in report.get("variants", ()) if row["variant"] == "batch 1"]
+    for row in (*report["kernels"], *alone):
         if row["K"] == 128 and row["target"] in ("sm_80", "sm_90") and row["spill_bytes"] > SPILL_BAR_K128:
             broken.append(f"{row['name']} spills {row['spill_bytes']} bytes on {row['target']} at K=128")
-    for size, times in report.get("estimate_ms", {}).items():
+        if row["name"] == "decode" and row.get("loads_after_a_wait"):
+            broken.append(f"decode issues {row['loads_after_a_wait']} loads after a wait on {row['target']}")
+    for (target, size), times in total_ms(report).items():
         for other, factor in ESTIMATE_BARS[size].items():
-            if times["mdn"] > factor * times[other]:
+            if target == "sm_90" and times["mdn"] > factor * times[other]:
                 broken.append(f"{size}: estimated {times['mdn'] / times[other]:.2f} times {other}, bar {factor}")
-    for name, executed in report.get("counts", {}).get("mdn", {}).items():
-        if executed["warp_instructions"] > COUNT_BARS[name]:
-            broken.append(f"{name}: {executed['warp_instructions']:.0f} warp instructions, bar {COUNT_BARS[name]}")
+    ours = [row for row in report.get("counts", ()) if row["op"] == "mdn"]
+    for which, bar in COUNT_BARS.items():
+        for target in {row["target"] for row in ours}:
+            mine = [row["warp_instructions"] for row in ours if (row["target"], row["pass"]) == (target, which)]
+            if sum(mine) > bar:
+                broken.append(f"{which}: {sum(mine):.0f} warp instructions on {target}, bar {bar}")
+    for row in ours:
+        if row["wavefronts"] > WAVEFRONT_BAR * row["wavefronts_ideal"]:
+            broken.append(
+                f"{row['name']} ({row['pass']}, {row['target']}): {row['wavefronts'] / row['wavefronts_ideal']:.2f} "
+                f"times the wavefronts without bank conflicts, bar {WAVEFRONT_BAR}"
+            )
     for row in (*report["kernels"], *report.get("variants", ())):
+        if row.get("register_products"):
+            broken.append(f"{row['name']} has wgmma with an operand in registers on {row['target']} at K={row['K']}")
         if row["target"] == "sm_90" and row["shared_bytes"] > SHARED_LIMIT_SM90:
             broken.append(f"{row['name']} needs {row['shared_bytes']} bytes of shared memory on sm_90 at K={row['K']}")
     return broken

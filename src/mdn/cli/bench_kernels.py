@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from mdn.cli.options import positive_int
 
 HELP = "resources of the Triton kernels per GPU target, launches and bytes written; needs no GPU"
 EXAMPLE = "mdn bench kernels --targets sm_90 --json kernels.json"
@@ -27,6 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPUs for which other dtypes, chunk sizes, head groups and packs are compiled, too",
     )
     parser.add_argument("--quick", action="store_true", help="leave out estimated times and emulated counts (minutes)")
+    parser.add_argument(
+        "--estimates",
+        nargs="+",
+        choices=("sm_90", "sm_80"),
+        default=["sm_90"],
+        help="GPUs for which times are estimated",
+    )
+    parser.add_argument(
+        "--lines", type=positive_int, metavar="N", help="also the N source lines of each kernel that execute most"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
 
 
@@ -38,9 +51,7 @@ def run(args: argparse.Namespace) -> None:
         Variant,
         broken_bars,
         compile_variant,
-        count_executed,
         count_launches_and_bytes,
-        estimate_times,
     )
     from mdn.ops.triton.availability import MAX_KEY_DIM, triton_version
 
@@ -75,14 +86,32 @@ def run(args: argparse.Namespace) -> None:
         **{name: found for name, found in rows.items() if found},
     }
     if not args.quick:
-        report |= {"estimate_ms": estimate_times(), "counts": count_executed()}
+        report |= {"estimates": list(_estimates(args.estimates)), "counts": list(_counts())}
     _show(report, broken_bars(report))
+    if args.lines:
+        from mdn.bench.gpu.counts import dearest_lines
+
+        print(f"\nsource lines that execute most, sm_80\n{_table(list(dearest_lines('sm_80', args.lines)))}")
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
+def _estimates(targets: list[str]) -> Iterator[dict[str, Any]]:
+    from mdn.bench.gpu.estimate import estimate_times
+
+    yield from estimate_times(targets)
+
+
+def _counts() -> Iterator[dict[str, Any]]:
+    from mdn.bench.gpu.counts import count_executed
+
+    for op, target in (("mdn", "sm_80"), ("mdn", "sm_90"), ("gdn", "sm_80"), ("kda", "sm_80")):
+        yield from count_executed(op, target)
+
+
 def _show(report: dict[str, Any], broken: list[str]) -> None:
     from mdn.bench.kernel_tables import list_buffers
+    from mdn.bench.kernels import total_ms
 
     launches = report["launches"]
     print(f"launches: forward {launches['forward']}, backward {launches['backward']}, decode {launches['decode']}")
@@ -98,4 +127,19 @@ def _show(report: dict[str, Any], broken: list[str]) -> None:
         cells = f"{row['registers']:>11}{row['spill_bytes']:>8}{row['shared_bytes']:>9,}{row['instructions']:>14,}"
         name = f"{row['name']:<17}{row['pass']:<10}{row['target']:<8}{row['K']:>5}{row['V']:>5}"
         print(name + cells + f"  {row.get('variant', '')}".rstrip())
+    for title, rows in (
+        ("estimated time of forward + backward (an estimate, no measurement)", "estimates"),
+        ("executed per token and head, K = V = 128", "counts"),
+    ):
+        if rows in report:
+            print(f"\n{title}\n{_table(report[rows])}")
+    for (target, size), times in total_ms(report).items():
+        print(f"{target} {size}: " + ", ".join(f"{op} {ms:.2f} ms" for op, ms in times.items()))
     print("\n" + ("every bar is met" if not broken else "bars not met:\n  " + "\n  ".join(broken)))
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """Columns as wide as their widest cell."""
+    lines = [list(rows[0])] + [[f"{x:,.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)

@@ -68,12 +68,6 @@ _NOT_FOR_FAMILY = {
 }
 
 
-_NO_FEATURE = {
-    ("triton", "direct"): "the Triton kernels have no direct write beside the momentum",
-    ("triton", "lookahead"): "the Triton kernels have no look-ahead",
-}
-"""(backend, feature): what a backend of the momentum rule cannot do of what the paper's rule does not have"""
-
 _ADDED: dict[str, dict[str, tuple[Any, Callable[[Tensor], str | None] | None]]] = {family: {} for family in _MODULES}
 """family -> backends that were registered from outside: (what has forward, backward and step_, why it cannot run)"""
 
@@ -211,9 +205,6 @@ def why_not(
         return None if reason_of is None else reason_of(tensor)
     if backend not in _MODULES[family]:
         return _NOT_FOR_FAMILY.get((family, backend), f"it was not registered for {family} rules")
-    missing = [_NO_FEATURE[backend, feature] for feature in features if (backend, feature) in _NO_FEATURE]
-    if missing:
-        return missing[0]
     if backend == "fla" and decode:
         return "FLA's kernels are used for whole sequences, not for decode steps"
     reason = _why_not(backend, str(tensor.device), tensor.dtype)

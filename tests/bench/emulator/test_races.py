@@ -83,3 +83,32 @@ def test_wgmma_needs_a_fence_a_barrier_and_a_wait(missing, reported):
     descriptor = 8 << 16 | 16 << 32  # no swizzle, 8 x 16-byte atoms; leading 128, stride 256 bytes
     found = races(WGMMA.format(descriptor=descriptor, **parts), threads=128)
     assert (found == []) if missing is None else any(reported in race for race in found), found
+
+
+THROUGH_GLOBAL_MEMORY = """
+  st.global.b32 [%rd6], %r1;
+  {barrier}
+  xor.b32 %r8, %r1, 32;
+  mul.wide.u32 %rd8, %r8, 4;
+  add.s64 %rd9, %rd2, %rd8;
+  ld.global.b32 %r20, [%rd9];
+"""
+
+
+def test_an_exchange_through_global_memory_needs_a_barrier_too():
+    assert races(THROUGH_GLOBAL_MEMORY.format(barrier="bar.sync 0;")) == []
+    assert "read after write without a barrier" in races(THROUGH_GLOBAL_MEMORY.format(barrier=""))[0]
+
+
+def test_programs_must_not_touch_what_another_one_writes():
+    rows = np.zeros((64, 1), np.uint32)
+
+    def found(body):
+        return sorted(run(body, rows, rows.copy(), threads=64, grid=(3,), check=True).races)
+
+    assert found("ld.global.b32 %r20, [%rd4];") == []
+    assert "write to what another program writes" in found("st.global.b32 [%rd6], %r1;")[-1]
+    only_one_writes = "mov.u32 %r2, %ctaid.x; setp.eq.b32 %p1, %r2, {writer}; @%p1 st.global.b32 [%rd6], %r1;"
+    others_read = only_one_writes + " @!%p1 ld.global.b32 %r20, [%rd6];"
+    assert any("what another program" in race for race in found(others_read.format(writer=0)))
+    assert any("what another program" in race for race in found(others_read.format(writer=2)))

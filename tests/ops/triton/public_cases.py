@@ -156,16 +156,16 @@ def custom_ops():
     for layout, time in (("contiguous", 20), ("transposed", 20), ("expanded", 20), ("empty", 0)):
         given = {name: x.requires_grad_() for name, x in inputs(time, layout).items()}
         gates = [given[name] for name in ("log_alpha", "log_mu", "beta", "eta")]
-        tensors = (given["q"], given["k"], given["v"], None, *gates, None)
+        tensors = (given["q"], given["k"], given["v"], None, *gates, given["eta"], None)
         forward = torch.ops.mdn.momentum_delta_rule.default
-        arguments = (*tensors, None, 0.25, 16, True, True, True, False, "triton")
+        arguments = (*tensors, None, 0.25, 16, True, True, False, True, False, "triton")
         report = torch.library.opcheck(forward, arguments, test_utils=checks, raise_exception=False)
         yield f"forward, {layout}", float(sum(value != "SUCCESS" for value in report.values()))
         with torch.no_grad():
             detached = [None if x is None else x.detach() for x in tensors]
-            o, state, residual = forward(*detached, *arguments[9:])
+            o, state, residual = forward(*detached, *arguments[10:])
             backward = torch.ops.mdn.momentum_delta_rule_backward.default
-            arguments = (o, state, *detached, residual, None, 0.25, 16, True, True, "triton")
+            arguments = (o, state, *detached, residual, None, 0.25, 16, True, True, False, "triton")
             report = torch.library.opcheck(backward, arguments, test_utils=checks[::2], raise_exception=False)
         yield f"backward, {layout}", float(sum(value != "SUCCESS" for value in report.values()))
 

@@ -9,15 +9,15 @@
 |---|---|
 | ``ptx`` | PTX text to basic blocks |
 | ``machine`` | lanes, registers, global and shared memory, asynchronous copies |
-| ``races`` | the shared-memory race detector |
+| ``races`` | the race detectors of shared and of global memory |
 | ``tensor_cores`` | ldmatrix, stmatrix, mma.sync, wgmma |
 | ``operands``, ``instructions`` | every other instruction |
 | ``execute`` | runs blocks for a whole grid, with divergence, barriers and counters |
 | ``launch`` | compiles launches for a target and hands them over |
 
 It proves that the PTX computes the right thing for the tested shapes, that no executed path lacks a barrier, wait or
-fence of shared memory, and that no access leaves its tensor. It does not model ptxas, timing, caches, races in global
-memory or the rounding of hardware approximations.
+fence, that no program touches what another one writes, and that no access leaves its tensor. It does not model ptxas,
+timing, caches or the rounding of hardware approximations.
 """
 
 from mdn.bench.emulator.launch import EmulatedGPU

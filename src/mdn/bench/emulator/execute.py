@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mdn.bench.emulator.instructions import Builder, Run
 from mdn.bench.emulator.machine import Fault, GlobalMemory, Lanes, Machine, Mask
 from mdn.bench.emulator.ptx import Instruction, Kernel
+from mdn.bench.emulator.races import GlobalRaceDetector
 
 AXES = ("x", "y", "z")
 
@@ -72,19 +73,23 @@ class Program:
         sizes = (*grid, 1, 1)[:3]
         named = {name: value for (name, _), value in zip(self.kernel.parameters, parameters)}
         total = int(np.prod(sizes))
+        global_races = GlobalRaceDetector(self.kernel.threads, total, len(memory.bytes)) if self.check else None
         with np.errstate(all="ignore"):
             for first in range(0, total, self.ctas_at_once):
                 ctas = np.arange(first, min(total, first + self.ctas_at_once))
-                batch = self._start(ctas, sizes, named, memory)
+                batch = self._start(ctas, sizes, named)
+                if global_races:
+                    global_races.first_cta = first
+                batch.machine.start(memory, global_races)
                 _Run(self.kernel, batch, self.counts).until_done()
                 self._collect(batch.machine)
+        if global_races:
+            self.races += global_races.found
         if self.count:
             for kind, touched in memory.touched.items():
                 self.counts.memory[f"global {kind} distinct sectors"] += int(touched.sum())
 
-    def _start(
-        self, ctas: Lanes, grid: tuple[int, ...], parameters: dict[str, NDArray[np.uint64]], memory: GlobalMemory
-    ) -> Batch:
+    def _start(self, ctas: Lanes, grid: tuple[int, ...], parameters: dict[str, NDArray[np.uint64]]) -> Batch:
         if len(ctas) not in self._batches:
             self._batches[len(ctas)] = self._build(len(ctas))
         batch = self._batches[len(ctas)]
@@ -93,7 +98,6 @@ class Program:
             batch.special[f"%ctaid.{axis}"][:] = index
         for axis, size in zip(AXES, grid):
             batch.special[f"%nctaid.{axis}"][:] = size
-        batch.machine.start(memory)
         batch.builder.start(parameters)
         return batch
 
@@ -206,8 +210,8 @@ class _Run:
         arrived: Lanes = np.all((waiting | ~self.live).reshape(self.machine.ctas, -1), axis=1)
         arrived = arrived & np.any(waiting.reshape(self.machine.ctas, -1), axis=1)
         self.counts.barriers += int(arrived.sum())
-        if self.machine.races:
-            self.machine.races.cta_barrier(arrived)
+        for detector in self.machine.detectors():
+            detector.cta_barrier(arrived)
         released = np.repeat(arrived, self.kernel.threads) & waiting
         for block in np.unique(self.resume_at[released]):
             self._go(int(block), released & (self.resume_at == block))

@@ -341,8 +341,8 @@ class Builder(Operands):
         machine = self.machine
 
         def run(mask: Mask) -> None:
-            if machine.races:
-                machine.races.warp_barrier(np.any(np.broadcast_to(mask, machine.num_lanes).reshape(-1, 32), axis=1))
+            for detector in machine.detectors():
+                detector.warp_barrier(np.any(np.broadcast_to(mask, machine.num_lanes).reshape(-1, 32), axis=1))
 
         return run
 

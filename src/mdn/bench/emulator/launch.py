@@ -166,7 +166,7 @@ class _StandIn:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability  # Triton keeps compiled kernels per device: one device per target
 
     def get_current_stream(self, device: Any) -> int:
         return 0

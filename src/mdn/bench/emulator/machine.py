@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mdn.bench.emulator.races import RaceDetector
+from mdn.bench.emulator.races import GlobalRaceDetector, RaceDetector
 
 Lanes = NDArray[Any]  # one value per lane
 Mask = NDArray[np.bool_] | Literal[True]
@@ -109,15 +109,19 @@ class Machine:
         self.cta_start = self.every_lane // threads * self.cta_stride
         self.counters: dict[str, Counter[str]] = defaultdict(Counter)  # place and opcode -> what -> times
 
-    def start(self, memory: GlobalMemory) -> None:
+    def start(self, memory: GlobalMemory, global_races: GlobalRaceDetector | None = None) -> None:
         """Fresh CTAs: shared memory of NaN, nothing in flight."""
-        self.memory = memory
+        self.memory, self.global_races = memory, global_races
         self.shared = np.full(self.cta_stride * self.ctas, 0xFF, np.uint8)
         self.races = RaceDetector(self.threads, self.ctas, len(self.shared)) if self.check else None
         self._open_copies: list[Copy] = []
         self._copy_groups: list[
             tuple[NDArray[np.bool_], list[Copy]]
         ] = []  # (lanes that committed, pieces), oldest first
+
+    def detectors(self) -> list[RaceDetector]:
+        """Of shared and of global memory, if races are looked for."""
+        return [detector for detector in (self.races, self.global_races) if detector is not None]
 
     # ---------------------------------------------------------------- addresses
 
@@ -177,8 +181,9 @@ class Machine:
         """Each lane reads as many values as there are registers, from consecutive addresses."""
         lanes, size = active(mask, self.every_lane), registers[0].itemsize
         source, offsets = self._access(space, addresses, lanes, size * len(registers), where, "load")
-        if space == "shared" and self.races:
-            self.races.read(offsets, lanes, size * len(registers), where)
+        detector = self.races if space == "shared" else self.global_races
+        if detector:
+            detector.read(offsets, lanes, size * len(registers), where)
         values = source.view(registers[0].dtype)
         for number, register in enumerate(registers):
             register[lanes] = values[offsets // size + number]
@@ -186,8 +191,9 @@ class Machine:
     def store(self, space: str, addresses: Lanes, values: list[Lanes], mask: Mask, where: str) -> None:
         lanes, size = active(mask, self.every_lane), values[0].itemsize
         target, offsets = self._access(space, addresses, lanes, size * len(values), where, "store")
-        if space == "shared" and self.races:
-            self.races.write(offsets, lanes, size * len(values), where)
+        detector = self.races if space == "shared" else self.global_races
+        if detector:
+            detector.write(offsets, lanes, size * len(values), where)
         cells = target.view(values[0].dtype)
         for number, value in enumerate(values):
             cells[offsets // size + number] = value[lanes]
@@ -220,6 +226,8 @@ class Machine:
                 some = kept[lanes] == size
                 begin = self.global_offsets(sources, lanes[some], width, where, "load")
                 data[some, :size] = self.memory.bytes[begin[:, None] + np.arange(size)]
+                if self.global_races:
+                    self.global_races.read(begin, lanes[some], width, where)
         if self.races:
             self.races.write(offsets, lanes, width, where, in_flight=True)
         self.shared[offsets[:, None] + np.arange(width)] = 0xFF  # NaN until the copy is waited for

@@ -1,4 +1,4 @@
-"""Shared-memory race detector: remembers the last accesses of every granule and what has ordered threads since.
+"""Race detectors: they remember the last accesses of every granule and what has ordered threads since.
 
 Two accesses to one granule by different threads, at least one of them a write, need a CTA barrier between them, or a
 warp barrier (``bar.warp.sync``) if both threads are in one warp. What wgmma reads must also be followed by a proxy
@@ -6,7 +6,8 @@ fence of its writer, and stays in use until ``wgmma.wait_group``. Bytes of a ``c
 wait.
 
 Epochs count barriers: an access is ordered before another exactly if their epochs differ. So a missing barrier is
-reported whatever order the emulator happened to run the warps in.
+reported whatever order the emulator happened to run the warps in. `RaceDetector` watches shared memory,
+`GlobalRaceDetector` global memory, where nothing orders two CTAs of a launch.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ class RaceDetector:
     def __init__(self, threads: int, ctas: int, shared_bytes: int):
         self.threads, lanes, granules = threads, threads * ctas, shared_bytes // GRANULE
         self.found: Counter[str] = Counter()  # description -> times
-        self.cta_epoch = np.zeros(ctas, np.int32)
-        self.warp_epoch = np.zeros(lanes // 32, np.int32)
+        self.cta_epoch = np.ones(ctas, np.int32)  # epoch 0 is before everything
+        self.warp_epoch = np.ones(lanes // 32, np.int32)
         self.fences = np.zeros(lanes, np.int32)  # proxy fences that each thread has executed
         # Last write: by whom and when. Last reads: the warps of the CTA epoch, and one thread of the warp epoch.
         self.writer, self.write_fences = np.zeros(granules, np.int32), np.zeros(granules, np.int32)
-        self.write_epoch, self.write_warp_epoch = np.full(granules, -1, np.int32), np.full(granules, -1, np.int32)
+        self.write_epoch, self.write_warp_epoch = np.zeros(granules, np.int32), np.zeros(granules, np.int32)
         self.reader, self.read_warps = np.zeros(granules, np.int32), np.zeros(granules, np.uint32)
-        self.read_epoch, self.read_warp_epoch = np.full(granules, -1, np.int32), np.full(granules, -1, np.int32)
+        self.read_epoch, self.read_warp_epoch = np.zeros(granules, np.int32), np.zeros(granules, np.int32)
         self.written, self.in_flight = np.zeros(granules, bool), np.zeros(granules, bool)
         self.used_by_wgmma = np.zeros(granules, np.int16)
 
@@ -130,3 +131,52 @@ class RaceDetector:
     def _report(self, bad: Array, what: str, where: str) -> None:
         if bad.any():
             self.found[f"{what}: {where}"] += 1
+
+
+SEVERAL = -1
+
+
+class GlobalRaceDetector(RaceDetector):
+    """Global memory in one launch, whose CTAs may run in batches. Barriers order the threads of a CTA as they do in
+    shared memory; two CTAs must not meet at all, except as readers."""
+
+    def __init__(self, threads: int, ctas: int, size: int):
+        super().__init__(threads, ctas, size)
+        self.first_cta = 0  # of the batch that runs now
+        self.reader_cta = np.zeros(size // GRANULE, np.int32)  # plus one; 0: nobody
+
+    def cta_barrier(self, arrived: Array) -> None:
+        ctas = np.zeros(len(self.cta_epoch), bool)
+        ctas[self.first_cta : self.first_cta + len(arrived)] = arrived
+        super().cta_barrier(ctas)
+
+    def warp_barrier(self, warps: Array) -> None:
+        first = self.first_cta * self.threads // 32
+        self.warp_epoch[first : first + len(warps)] += warps
+
+    def read(self, offsets: Array, lanes: Array, width: int, where: str) -> None:
+        lanes = lanes + self.first_cta * self.threads
+        at, each = self._granules(offsets, lanes, width)
+        cta = each // self.threads
+        self._report(self._written_by_others(at, cta), "read of what another program writes", where)
+        before = self.reader_cta[at]
+        self.reader_cta[at] = np.where((before == 0) | (before == cta + 1), cta + 1, SEVERAL)
+        self.reader_cta[at[self.reader_cta[at] != cta + 1]] = SEVERAL  # several in this very instruction
+        super().read(offsets, lanes, width, where)
+
+    def _written_by_others(self, at: Array, cta: Array) -> Array:
+        return self.written[at] & (self.writer[at] // self.threads != cta)
+
+    def write(self, offsets: Array, lanes: Array, width: int, where: str, in_flight: bool = False) -> None:
+        lanes = lanes + self.first_cta * self.threads
+        at, each = self._granules(offsets, lanes, width)
+        cta = each // self.threads
+        readers, foreign = self.reader_cta[at], self._written_by_others(at, cta)
+        self._report((readers != 0) & (readers != cta + 1), "write to what another program reads", where)
+        super().write(offsets, lanes, width, where, in_flight)
+        # Programs that run side by side may write in one instruction: the last one has left its number.
+        foreign |= self._written_by_others(at, cta)
+        self._report(foreign, "write to what another program writes", where)
+
+    def _check_data(self, at: Array, where: str) -> None:
+        """Global memory is whatever the caller left in it."""

@@ -1,8 +1,8 @@
 """Estimated time of one layer's op on a GPU that is not here, from machine code: ours and FLA's in the same way.
 
 For every launch of forward + backward the estimate is the largest of
-    latency  static cycles of a program (`timeline.walk`) times the rounds of programs that the SMs take, or the
-             instructions of all resident warps, if those are more
+    latency  static cycles of a program (`timeline.walk`) times the rounds of programs that the SMs take
+    issue    the instructions of all resident warps, four a cycle
     DRAM     every tensor that the launch was given, moved once
     L2       what warps request, if all lanes take part
     tensor   operations of the tensor cores at half their peak
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from mdn.bench.gpu.compiling import Resources, machine_code, read_nvidia
 from mdn.bench.gpu.timeline import Timeline, parse, walk
+from mdn.ops.triton.tiles import assume_heads, assume_target
 
 CHUNK = 64
 LENGTHS = (512, 1024)
@@ -61,12 +63,26 @@ class Analysis:
     warps: int
     resources: Resources
     timeline: Timeline
+    register_products: int
+    """wgmma whose first operand comes from registers: ptxas before 13.3 may overwrite it while it is being read"""
 
     def blocks_per_sm(self, gpu: Gpu) -> int:
         """How many blocks an SM holds, by registers, shared memory and threads."""
         registers = math.ceil(self.resources.registers / 8) * 8 * 32 * self.warps
         shared = self.resources.shared_bytes + 1024
         return min(gpu.registers // registers, gpu.shared // shared, 64 // self.warps, 32)
+
+    def as_dict(self, gpu: Gpu, scan: bool) -> dict[str, int]:
+        """What a program needs, of one that walks along a sequence per chunk."""
+        span = self.span(scan)
+        return {
+            "cycles": round(span.cycles),
+            "blocks_per_sm": self.blocks_per_sm(gpu),
+            "barriers": span.barriers,
+            "copies_in_flight": span.copies_in_flight,
+            "loads_after_a_wait": span.loads_after_a_wait,
+            "register_products": self.register_products,
+        }
 
     def cycles(self, scan: bool) -> float:
         """Of a program, or of one turn of its loop over chunks."""
@@ -76,20 +92,22 @@ class Analysis:
         """What counts of the timeline: one chunk of a program that walks along a sequence, or all of any other."""
         return self.timeline.turn if scan and self.timeline.turn is not None else self.timeline
 
-    def seconds(self, gpu: Gpu, programs: float, tensor_bytes: float, chunks: int | None) -> float:
-        """The largest of the four terms; ``chunks`` of a program that walks along a sequence, or None."""
+    def times(self, gpu: Gpu, programs: float, tensor_bytes: float, chunks: int | None) -> dict[str, float]:
+        """Seconds of each term; ``chunks`` of a program that walks along a sequence, or None."""
         span, turns = self.span(chunks is not None), chunks or 1
         resident = max(1, self.blocks_per_sm(gpu))
         rounds = programs / (gpu.sms * resident)
         if chunks is not None:
-            rounds = math.ceil(
-                rounds
-            )  # a program walks as long as its sequence: the last round is as long as the first
-        slots = resident * span.issued * self.warps / 4
-        latency = rounds * turns * max(span.cycles, slots) / gpu.clock
-        moved = programs * turns * span.bytes_moved * self.warps
-        flops = programs * turns * span.flops * self.warps
-        return max(latency, tensor_bytes / gpu.dram, moved / gpu.l2, flops / gpu.flops)
+            # A program walks as long as its sequence: the last round is as long as the first.
+            rounds = math.ceil(rounds)
+        work = programs * turns * self.warps
+        return {
+            "latency": rounds * turns * span.cycles / gpu.clock,
+            "issue": rounds * turns * resident * span.issued * self.warps / (4 * gpu.clock),
+            "DRAM": tensor_bytes / gpu.dram,
+            "L2": work * span.bytes_moved / gpu.l2,
+            "tensor": work * span.flops / gpu.flops,
+        }
 
 
 _analyses: dict[str, Analysis] = {}
@@ -100,7 +118,10 @@ def analyse(compiled: Any) -> Analysis:
     if compiled.hash not in _analyses:
         timeline = walk(parse(machine_code(compiled)))
         metadata = compiled.metadata
-        _analyses[compiled.hash] = Analysis(metadata.name, metadata.num_warps, read_nvidia(compiled), timeline)
+        from_registers = re.findall(r"wgmma\.mma_async[^{;]*\{[^}]*\}\s*,\s*\{", compiled.asm["ptx"])
+        _analyses[compiled.hash] = Analysis(
+            metadata.name, metadata.num_warps, read_nvidia(compiled), timeline, len(from_registers)
+        )
     return _analyses[compiled.hash]
 
 
@@ -171,20 +192,28 @@ class Size:
     key_dim: int
     value_dim: int
 
+    def __str__(self) -> str:
+        return f"H={self.heads} K={self.key_dim} V={self.value_dim}"
 
-def estimate(op: Callable[[Size, int], None], size: Size, target: str, batch: int, time: int) -> float:
-    """Seconds of all launches of ``op(size, length)``, which is called with one sequence of two lengths."""
+
+def estimate(op: Callable[[Size, int], None], size: Size, target: str, batch: int, time: int) -> list[dict[str, Any]]:
+    """One row per launch of ``op(size, length)``, which is called with one sequence of two lengths: what a program
+    needs (of a scan: per chunk), the estimated milliseconds and the term that decides."""
     gpu = GPUS[target]
     short, long = (record(op, size, target, length) for length in LENGTHS)
     if [launch.analysis.name for launch in short] != [launch.analysis.name for launch in long]:
         raise ValueError("the launches of an op must not depend on the length of the sequence")
-    total = 0.0
+    rows = []
     for a, b in zip(short, long):
         programs = batch * _extrapolate(a.programs, b.programs, time)
         moved = batch * _extrapolate(a.tensor_bytes, b.tensor_bytes, time)
         walks = a.programs == b.programs and a.tensor_bytes != b.tensor_bytes
-        total += b.analysis.seconds(gpu, programs, moved, time // CHUNK if walks else None)
-    return total
+        found = b.analysis
+        times = found.times(gpu, programs, moved, time // CHUNK if walks else None)
+        bound = max(times, key=lambda term: times[term])
+        row = {"name": found.name.removesuffix("_kernel"), "programs": round(programs), "ms": 1e3 * times[bound]}
+        rows.append(row | {"bound": bound} | found.as_dict(gpu, walks))
+    return rows
 
 
 def _extrapolate(short: float, long: float, time: int) -> float:
@@ -206,7 +235,6 @@ def run_mdn(size: Size, length: int, after_pass: Callable[[], None] | None = Non
     """Forward and backward of the momentum delta rule, with the tiles of a full GPU. ``after_pass`` is called after
     each of the two, here and in the other ops."""
     from mdn.bench.kernels import Variant
-    from mdn.ops.triton.tiles import assume_heads
 
     variant = Variant("", size.key_dim, size.value_dim, 1, length, size.heads, size.heads)
     with assume_heads(8 * size.heads):
@@ -243,3 +271,19 @@ def run_kda(size: Size, length: int, after_pass: Callable[[], None] | None = Non
     from fla.ops.kda import chunk_kda
 
     _run_first_order(chunk_kda, size, length, torch.zeros(1, length, size.heads, size.key_dim), after_pass)
+
+
+SIZES = ((Size(6, 128, 256), Size(8, 128, 128)), (Size(6, 256, 512), Size(16, 128, 128)))
+"""widths of the paper's two models, and KDA's heads in models of the same size"""
+
+
+def estimate_times(targets: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Rows of forward + backward at B=8, T=4096, estimated from machine code (`gpu.estimate`), one per launch: ours,
+    FLA's GDN of the same size, and KDA with the head counts of the paper's models of that size."""
+    for target in targets:
+        for size, kda in SIZES:
+            ops = {"mdn": (run_mdn, size), "gdn": (run_gdn, size), "kda": (run_kda, kda)}
+            for name, (op, of) in ops.items():
+                with assume_target(target):
+                    for row in estimate(op, of, target, batch=8, time=4096):
+                        yield {"target": target, "size": str(size), "op": name} | row

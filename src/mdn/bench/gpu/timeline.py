@@ -67,6 +67,8 @@ class Timeline:
     barriers: int = 0
     copies_in_flight: int = 0
     """the most groups of asynchronous copies that may still be on their way at a wait in the loop"""
+    loads_after_a_wait: int = 0
+    """global loads that were issued after the first wait for a global load"""
     waiting: Counter[str] = field(default_factory=Counter)
     """cycles spent waiting, by what is waited for"""
     bytes_moved: int = 0
@@ -82,6 +84,7 @@ class Timeline:
             self.issued - began.issued,
             self.barriers - began.barriers,
             self.copies_in_flight,
+            self.loads_after_a_wait - began.loads_after_a_wait,
             self.waiting - began.waiting,
             self.bytes_moved - began.bytes_moved,
             self.flops - began.flops,
@@ -298,6 +301,8 @@ class Walk:
         for board in instruction.waits:
             self.wait_until(self.ready[board], self.source[board])
         family = instruction.family
+        if family == "LDG" and self.total.waiting["LDG"]:
+            self.total.loads_after_a_wait += 1
         if instruction.name.startswith("WARPGROUP.DEPBAR"):
             self.wait_until(self.products_free + HGMMA_DRAIN, "HGMMA")
         elif family == "HGMMA":

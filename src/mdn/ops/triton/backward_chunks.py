@@ -68,52 +68,57 @@ def backward_scores_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOOKAHEAD: tl.constexpr,
     PACKED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """Token i + 1 probes with row i of gamma_S. So p and grad_v are read one token ahead, and grad_pk is written one
-    row ahead: no matrix has to be shifted."""
+    row ahead: no matrix has to be shifted. With LOOKAHEAD token i probes with row i, without its diagonal."""
     shape: tl.constexpr = Shape(H=H, HV=HV, K=K, V=V, C=C, BK=BK, BV=BV)
     arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION)
     chunk, head = locate_chunk(chunk_indices, cu_seqlens, time, HV, HV, C, PACKED)
     key_head = head // (HV // H)
     slot = chunk.slot
-    ahead = Chunk(first=chunk.first + 1, left=tl.minimum(chunk.left, C) - 1, slot=slot)
+    STEP: tl.constexpr = 0 if LOOKAHEAD else 1
+    probing = Chunk(first=chunk.first + STEP, left=tl.minimum(chunk.left, C) - STEP, slot=slot)
     rows = tl.arange(0, C)
     i, j = rows[:, None], rows[None, :]
     gamma_S_tile = tl.load(square_at(gamma_S, slot, C))
     k_factor = load_vector(vectors, slot, K_FACTOR, C)
     q_factor = load_vector(vectors, slot, Q_FACTOR, C)
-    next_p_factor = tl.load(vector_at(vectors, slot, P_FACTOR, VECTORS, C) + 1, mask=rows < C - 1, other=0.0)
+    p_factor = tl.load(vector_at(vectors, slot, P_FACTOR, VECTORS, C) + STEP, mask=rows < C - STEP, other=0.0)
 
     # (12)
     grad_attend = tl.zeros([C, C], COMPUTE)
-    grad_erase = tl.zeros([C, C], COMPUTE)  # negative, row i belongs to token i + 1
+    grad_erase = tl.zeros([C, C], COMPUTE)  # negative, row i belongs to token i + STEP
     for column in range(0, V, BV):
         R = tl.trans(load_values(residual, chunk, head, column, shape).to(OPERAND))  # [BV, C]
         grad_o_tile = load_values(grad_o, chunk, head, column, shape).to(OPERAND)  # [C, BV]
-        grad_target = load_values(grad_v, ahead, head, column, shape).to(OPERAND)  # [C, BV]
+        grad_target = load_values(grad_v, probing, head, column, shape).to(OPERAND)  # [C, BV]
         grad_attend = add_product(grad_attend, grad_o_tile, R, arithmetic)
         grad_erase = add_product(grad_erase, grad_target, R, arithmetic)
     # (13)
     grad_attend *= q_factor[:, None] * k_factor[None, :]
-    grad_erase *= -next_p_factor[:, None] * k_factor[None, :]
+    grad_erase *= -p_factor[:, None] * k_factor[None, :]
+    if LOOKAHEAD:
+        grad_erase = tl.where(i > j, grad_erase, 0.0)
     tl.store(square_at(grad_qk, slot, C), (grad_attend * gamma_S_tile).to(grad_qk.dtype.element_ty))
     of_pk = (grad_erase * gamma_S_tile).to(grad_pk.dtype.element_ty)
-    tl.store(square_at(grad_pk, slot, C) + C, of_pk, mask=i < C - 1)
-    tl.store(grad_pk + slot * (C * C) + rows, tl.zeros([C], grad_pk.dtype.element_ty))
+    tl.store(square_at(grad_pk, slot, C) + STEP * C, of_pk, mask=i < C - STEP)
+    if not LOOKAHEAD:
+        tl.store(grad_pk + slot * (C * C) + rows, tl.zeros([C], grad_pk.dtype.element_ty))
 
     qk = tl.zeros([C, C], COMPUTE)
-    pk = tl.zeros([C, C], COMPUTE)  # row i belongs to token i + 1
+    pk = tl.zeros([C, C], COMPUTE)  # row i belongs to token i + STEP
     for column in range(0, K, BLOCK):
         keys = tl.trans(load_key_slice(k, chunk, key_head, column, shape, BLOCK).to(OPERAND))  # [BLOCK, C]
         q_tile = load_key_slice(q, chunk, key_head, column, shape, BLOCK).to(OPERAND)  # [C, BLOCK]
         if p is None:
-            p_tile = load_key_slice(k, ahead, key_head, column, shape, BLOCK).to(OPERAND)
+            p_tile = load_key_slice(k, probing, key_head, column, shape, BLOCK).to(OPERAND)
         else:
-            p_tile = load_key_slice(p, ahead, key_head, column, shape, BLOCK).to(OPERAND)
+            p_tile = load_key_slice(p, probing, key_head, column, shape, BLOCK).to(OPERAND)
         qk = add_product(qk, q_tile, keys, arithmetic)
         pk = add_product(pk, p_tile, keys, arithmetic)
     total = tl.where(i >= j, grad_attend * qk + grad_erase * pk, 0.0)

@@ -35,12 +35,14 @@ from mdn.ops.triton.prepare import load_gates
 
 
 @triton.jit
-def load_grad_decay(grad_vectors, slot, of_end, OF_O: tl.constexpr, OF_TARGET: tl.constexpr, C: tl.constexpr):
-    """The whole gradient [C] of abar or b after each token: through o, through the target of the token after, and, of
-    the last one, through the states."""
+def load_grad_decay(
+    grad_vectors, slot, of_end, OF_O: tl.constexpr, OF_TARGET: tl.constexpr, STEP: tl.constexpr, C: tl.constexpr
+):
+    """The whole gradient [C] of abar or b after each token: through o, through the target of the token that probes with
+    it (STEP tokens later), and, of the last one, through the states."""
     rows = tl.arange(0, C)
     total = tl.load(vector_at(grad_vectors, slot, OF_O, GRAD_VECTORS, C))
-    total += tl.load(vector_at(grad_vectors, slot, OF_TARGET, GRAD_VECTORS, C) + 1, mask=rows < C - 1, other=0.0)
+    total += tl.load(vector_at(grad_vectors, slot, OF_TARGET, GRAD_VECTORS, C) + STEP, mask=rows < C - STEP, other=0.0)
     return total + tl.where(rows == C - 1, of_end, 0.0)
 
 
@@ -53,13 +55,16 @@ def adjoint_rows(gates, grad_gamma_S, grad_gamma_M, write_S, write_M, C: tl.cons
     row_S, row_M = write_S, write_M
     for step in range(0, C, 16):
         first = C - 16 - step
-        loaded = load_gates(gates + first, C)
+        loaded = load_gates(gates + first, 3, C)
         given = ()
         for token in tl.static_range(16):
             given = given + (tl.load(grad_gamma_S + (first + token) * C + j),)  # type: ignore[assignment]  # noqa: RUF005
+        if C < 64:
+            # Several threads hold a row of fewer numbers: all have read it before one of them replaces it.
+            tl.debug_barrier()
         for back in tl.static_range(16):
             i = first + 15 - back
-            alpha, mu, beta, _ = loaded[15 - back]
+            alpha, mu, beta = loaded[15 - back]
             row_S += given[15 - back]
             row_M += beta * row_S
             tl.store(grad_gamma_S + i * C + j, row_S)
@@ -80,12 +85,14 @@ def backward_gates_kernel(
     grad_log_mu,
     grad_beta,
     grad_eta,
+    grad_direct,  # or None
     chunk_indices,  # [chunks, 2]
     cu_seqlens,  # [sequences + 1]
     time,
     HV: tl.constexpr,
     C: tl.constexpr,
     P_TIMES_ALPHA: tl.constexpr,
+    LOOKAHEAD: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     chunk, head = locate_chunk(chunk_indices, cu_seqlens, time, HV, HV, C, PACKED)
@@ -107,6 +114,8 @@ def backward_gates_kernel(
     of_beta = tl.sum(of_gamma_S * tl.load(square_at(gamma_M, slot, C)), axis=1)
     of_mu = mu * tl.sum(of_gamma_M * load_row_before(gamma_M, slot, C), axis=1)
     of_eta = tl.load(grad_gamma_M + square + rows * (C + 1))  # the diagonal
+    if grad_direct is not None:
+        store_gate(grad_direct, tl.load(grad_gamma_S + square + rows * (C + 1)), chunk, head, HV, C)
 
     # (17): abar, b and mbar.
     next_alpha = tl.load(gates + rows + 1, mask=rows < C - 1, other=1.0)
@@ -117,10 +126,11 @@ def backward_gates_kernel(
     abar = tl.cumprod(previous_alpha, axis=0)  # [C], before each token
     mbar = tl.cumprod(previous_mu, axis=0)
     b = recurrence(previous_alpha, previous_beta * mbar)
+    STEP: tl.constexpr = 0 if LOOKAHEAD else 1
     abar_end, b_end, mbar_end = load_decays(grad_vectors, slot, GRAD_DECAYS, GRAD_VECTORS, C)
-    of_abar = load_grad_decay(grad_vectors, slot, abar_end, GRAD_ABAR, GRAD_ABAR_BEFORE, C)
+    of_abar = load_grad_decay(grad_vectors, slot, abar_end, GRAD_ABAR, GRAD_ABAR_BEFORE, STEP, C)
     of_abar = recurrence(next_alpha, of_abar, REVERSE=True)
-    of_b = load_grad_decay(grad_vectors, slot, b_end, GRAD_B, GRAD_B_BEFORE, C)
+    of_b = load_grad_decay(grad_vectors, slot, b_end, GRAD_B, GRAD_B_BEFORE, STEP, C)
     of_b = recurrence(next_alpha, of_b, REVERSE=True)
     of_mbar = recurrence(next_mu, beta * of_b + tl.where(rows == C - 1, mbar_end, 0.0), REVERSE=True)
     of_alpha += alpha * (of_abar * abar + of_b * b)

@@ -29,6 +29,7 @@ def decode_kernel(
     log_mu,
     beta,
     eta,
+    direct,  # or None: 0
     S,  # [slots, HV, K, V] with the strides below, as is M
     M,
     state_indices,  # [B], or None: row b has slot b
@@ -49,6 +50,7 @@ def decode_kernel(
     BV: tl.constexpr,
     L2NORM: tl.constexpr,
     P_TIMES_ALPHA: tl.constexpr,
+    LOOKAHEAD: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     TILES: tl.constexpr = (V + BV - 1) // BV
@@ -83,15 +85,24 @@ def decode_kernel(
     log_mu_t = tl.load(log_mu + value_row).to(COMPUTE)
     beta_t = tl.load(beta + value_row).to(COMPUTE)
     eta_t = tl.load(eta + value_row).to(COMPUTE)
+    if direct is not None:
+        direct_t = tl.load(direct + value_row).to(COMPUTE)
 
     alpha = tl.exp(log_alpha_t)
     p_t = normalise(p_t, L2NORM)
     if P_TIMES_ALPHA:
         p_t *= alpha
     # (1)
-    r_t -= tl.sum(S_tile * p_t[:, None], axis=0)
-    M_tile = tl.exp(log_mu_t) * M_tile - (eta_t * normalise(k_t, L2NORM))[:, None] * r_t[None, :]
+    M_tile *= tl.exp(log_mu_t)
+    if LOOKAHEAD:
+        r_t -= tl.sum((alpha * S_tile - beta_t * M_tile) * p_t[:, None], axis=0)
+    else:
+        r_t -= tl.sum(S_tile * p_t[:, None], axis=0)
+    write = normalise(k_t, L2NORM)[:, None] * r_t[None, :]
+    M_tile -= eta_t * write
     S_tile = alpha * S_tile - beta_t * M_tile
+    if direct is not None:
+        S_tile += direct_t * write
     o_t = tl.sum(S_tile * normalise(q_t, L2NORM)[:, None], axis=0) * scale
     tl.store(S_at, S_tile.to(S.dtype.element_ty), mask=mask)
     tl.store(M_at, M_tile.to(M.dtype.element_ty), mask=mask)

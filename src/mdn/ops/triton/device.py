@@ -18,18 +18,18 @@ L2NORM_EPS = tl.constexpr(1e-6)
 
 # The vectors [C] of the buffer `vectors` [slots, VECTORS, C]. All factors of a row are folded into them (alpha inside
 # p, eta, the scale, the L2 norms), so that products take q, k and p exactly as they were given.
-READ_S, READ_M = tl.constexpr(0), tl.constexpr(1)  # of p in target: abar and b of the token before
+READ_S, READ_M = tl.constexpr(0), tl.constexpr(1)  # of p in target: abar and b of the token before (LOOKAHEAD: its own)
 QUERY_S, QUERY_M = tl.constexpr(2), tl.constexpr(3)  # of q in o: abar and b
 WRITE_S, WRITE_M = tl.constexpr(4), tl.constexpr(5)  # of k in the states after the chunk: last rows of gamma_S, gamma_M
 DECAYS = tl.constexpr(6)  # its first three elements are abar, b and mbar of the whole chunk
 Q_FACTOR, K_FACTOR, P_FACTOR = tl.constexpr(7), tl.constexpr(8), tl.constexpr(9)  # what multiplies raw rows in qk, pk
-GATES = tl.constexpr(10)  # and the three after it: alpha, mu, beta and eta
-VECTORS = tl.constexpr(14)
+GATES = tl.constexpr(10)  # and the four after it: alpha, mu, beta, eta and, where it is given, direct
+VECTORS = tl.constexpr(15)
 ABAR_END, B_END, MBAR_END = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # The vectors [C] of the buffer `grad_vectors` [slots, GRAD_VECTORS, C], from `backward_inputs` to `backward_gates`.
 GRAD_ABAR, GRAD_B = tl.constexpr(0), tl.constexpr(1)  # through o: row i belongs to abar and b after token i
-GRAD_ABAR_BEFORE, GRAD_B_BEFORE = tl.constexpr(2), tl.constexpr(3)  # through target: to those before token i
+GRAD_ABAR_BEFORE, GRAD_B_BEFORE = tl.constexpr(2), tl.constexpr(3)  # through target: to those that token i reads
 GRAD_WRITE_S, GRAD_WRITE_M = tl.constexpr(4), tl.constexpr(5)  # through the states after the chunk
 GRAD_ALPHA_IN_P = tl.constexpr(6)  # of log_alpha, where p is multiplied by alpha
 GRAD_DECAYS = tl.constexpr(7)  # its first three elements: of abar, b and mbar of the whole chunk, through the states

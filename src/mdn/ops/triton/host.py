@@ -124,6 +124,7 @@ class Pass:
         self.operand_dtype = operand_dtype(q.dtype)
         self.compute_dtype = compute_dtype(q)
         precision, exact = precisions(q)
+        target = target_of(q.device)
         self.arguments.update(
             cu_seqlens=None if boundaries is None else boundaries.cu_seqlens,
             chunk_indices=chunk_indices,
@@ -139,8 +140,10 @@ class Pass:
             BLOCK=min(32, power_of_two(self.key_dim)),
             L2NORM=options.l2norm,
             P_TIMES_ALPHA=options.p_times_alpha,
+            LOOKAHEAD=options.lookahead,
             PACKED=boundaries is not None,
-            HELD=target_of(q.device).startswith("sm_9"),
+            HELD=target.startswith("sm_9"),
+            PIECE=8 if target.startswith("sm_8") else 4,
             OPERAND=TRITON_DTYPES[self.operand_dtype],
             PRECISION=precision,
             EXACT=exact,
@@ -302,14 +305,19 @@ def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tenso
     value_heads, value_dim = v.shape[1:]
     o = torch.empty(batch, value_heads, value_dim, dtype=v.dtype, device=v.device)
     rows = batch * value_heads
+    if q.is_cuda:
+        announce_build("decoding step", key_dim, value_dim, q.dtype, 10)
     tile = choose_tile("decode", key_dim, value_dim, S.element_size(), target_of(q.device), heads=rows)
-    arguments: dict[str, Any] = {name: None if x is None else x.contiguous() for name, x in tensors._asdict().items()}
+    arguments: dict[str, Any] = {"direct": None} | {
+        name: None if x is None else x.contiguous() for name, x in tensors._asdict().items()
+    }
     arguments |= {"S": S, "M": M, "slots": S.shape[0], "state_indices": state.state_indices, "o": o}
     arguments |= zip(("S_slot_stride", "S_head_stride", "S_row_stride"), S.stride()[:3])
     arguments |= zip(("M_slot_stride", "M_head_stride", "M_row_stride"), M.stride()[:3])
     arguments |= {"H": heads, "HV": value_heads, "K": key_dim, "V": value_dim, "scale": options.scale}
     arguments |= {"BK": power_of_two(key_dim), "BV": tile.value_block}
     arguments |= {"L2NORM": options.l2norm, "P_TIMES_ALPHA": options.p_times_alpha}
+    arguments |= {"LOOKAHEAD": options.lookahead}
     arguments |= {"COMPUTE": TRITON_DTYPES[compute_dtype(q)]}
     start(decode_kernel, (rows * triton.cdiv(value_dim, tile.value_block),), tile, arguments)
     return o

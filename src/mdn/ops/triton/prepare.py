@@ -49,14 +49,16 @@ from mdn.ops.triton.device import (
 
 
 @triton.jit
-def load_gates(gates, C: tl.constexpr):
-    """alpha, mu, beta and eta of 16 tokens, as numbers. Their loads stand together above the stores of these tokens:
-    the compiler cannot move a load across a store, and each would be waited for on its own."""
-    loaded = ()
+def load_gates(gates, COUNT: tl.constexpr, C: tl.constexpr):
+    """The first COUNT of alpha, mu, beta, eta and direct, of 16 tokens, as numbers. Their loads stand together above
+    the stores of these tokens: the compiler cannot move a load across a store, and each would be waited for."""
+    tokens = ()
     for token in tl.static_range(16):
-        at = gates + token
-        loaded = loaded + ((tl.load(at), tl.load(at + C), tl.load(at + 2 * C), tl.load(at + 3 * C)),)  # type: ignore[assignment]  # noqa: RUF005
-    return loaded
+        of_token = ()
+        for gate in tl.static_range(COUNT):
+            of_token = of_token + (tl.load(gates + gate * C + token),)  # type: ignore[assignment]  # noqa: RUF005
+        tokens = tokens + (of_token,)  # type: ignore[assignment]  # noqa: RUF005
+    return tokens
 
 
 class Decays(NamedTuple):
@@ -73,21 +75,21 @@ class Decays(NamedTuple):
 
 
 @triton.jit
-def write_gammas(gates, gamma_S, gamma_M, square, C: tl.constexpr, COMPUTE: tl.constexpr):
+def write_gammas(gates, gamma_S, gamma_M, square, DIRECT: tl.constexpr, C: tl.constexpr, COMPUTE: tl.constexpr):
     """(3), (4) and (5), token by token: row i of gamma_S and gamma_M [C, C], which begin at ``square``, after token i.
 
-    gates points to alpha, mu, beta and eta [4, C]. A row [C] is one number per thread, that of the token it belongs to,
-    so a step is a handful of instructions and no thread waits for another. Only numbers >= 0 are multiplied and
-    summed: nothing is divided, clamped or subtracted, and a gate that is zero is exact.
+    gates points to alpha, mu, beta, eta and, with DIRECT, direct [5, C]. A row [C] is one number per thread, that of
+    the token it belongs to, so a step is a handful of instructions and no thread waits for another. Only numbers >= 0
+    are multiplied and summed: nothing is divided, clamped or subtracted, and a gate that is zero is exact.
     """
     j = tl.arange(0, C)
     row_S, row_M = tl.zeros([C], COMPUTE), tl.zeros([C], COMPUTE)
     abar_before, b_before, mbar_before = tl.zeros([C], COMPUTE), tl.zeros([C], COMPUTE), tl.zeros([C], COMPUTE)
     abar, b, mbar = tl.full([], 1.0, COMPUTE), tl.full([], 0.0, COMPUTE), tl.full([], 1.0, COMPUTE)
     for first in range(0, C, 16):
-        loaded = load_gates(gates + first, C)
+        loaded = load_gates(gates + first, 5 if DIRECT else 4, C)
         for token in tl.static_range(16):
-            alpha, mu, beta, eta = loaded[token]
+            alpha, mu, beta, eta = loaded[token][0], loaded[token][1], loaded[token][2], loaded[token][3]
             i = first + token
             abar_before = tl.where(j == i, abar, abar_before)
             b_before = tl.where(j == i, b, b_before)
@@ -97,6 +99,8 @@ def write_gammas(gates, gamma_S, gamma_M, square, C: tl.constexpr, COMPUTE: tl.c
             b = alpha * b + beta * mbar
             row_M = mu * row_M + tl.where(j == i, eta, 0.0)
             row_S = alpha * row_S + beta * row_M
+            if DIRECT:
+                row_S += tl.where(j == i, loaded[token][4], 0.0)
             tl.store(gamma_S + square + i * C + j, row_S)
             if gamma_M is not None:
                 tl.store(gamma_M + square + i * C + j, row_M)
@@ -115,6 +119,23 @@ def inner_products(x, k, chunk, key_head, shape, BLOCK: tl.constexpr, arithmetic
         k_tile = load_key_slice(k, chunk, key_head, column, shape, BLOCK).to(arithmetic.OPERAND)  # [C, BLOCK]
         total = add_product(total, x_tile, tl.trans(k_tile), arithmetic)
     return total
+
+
+@triton.jit
+def scale_products(attend, erase, inverse, gamma_S, vectors, slot, LOOKAHEAD: tl.constexpr, C: tl.constexpr):
+    """erase (6) and attend (7) of one chunk from the plain products pk, which lies in erase, and qk, in inverse."""
+    k_columns = load_vector(vectors, slot, K_FACTOR, C)[None, :]
+    if LOOKAHEAD:  # the error is read after the token's own decays: its row, without its own write
+        i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+        weights = tl.load(square_at(gamma_S, slot, C), mask=i > j, other=0.0)
+    else:
+        weights = load_row_before(gamma_S, slot, C)
+    scaled = tl.load(square_at(erase, slot, C)) * weights  # [C, C]
+    scaled *= load_vector(vectors, slot, P_FACTOR, C)[:, None] * k_columns
+    tl.store(square_at(erase, slot, C), scaled)
+    scaled = tl.load(square_at(inverse, slot, C)) * tl.load(square_at(gamma_S, slot, C))  # [C, C]
+    scaled *= load_vector(vectors, slot, Q_FACTOR, C)[:, None] * k_columns
+    tl.store(square_at(attend, slot, C), scaled.to(attend.dtype.element_ty))
 
 
 @triton.jit
@@ -198,6 +219,7 @@ def prepare_kernel(
     log_mu,
     beta,
     eta,
+    direct,  # or None: 0
     attend,  # [slots, C, C] OPERAND
     erase,  # [slots, C, C] COMPUTE
     inverse,  # [slots, C, C] COMPUTE; its transpose in the backward pass
@@ -216,6 +238,7 @@ def prepare_kernel(
     BLOCK: tl.constexpr,
     L2NORM: tl.constexpr,
     P_TIMES_ALPHA: tl.constexpr,
+    LOOKAHEAD: tl.constexpr,
     PACKED: tl.constexpr,
     BACKWARD: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -236,10 +259,13 @@ def prepare_kernel(
     store_vector(vectors, mu, slot, GATES + 1, C)
     store_vector(vectors, beta_rows, slot, GATES + 2, C)
     store_vector(vectors, load_gate(eta, chunk, head, HV, C, COMPUTE), slot, GATES + 3, C)
+    if direct is not None:
+        store_vector(vectors, load_gate(direct, chunk, head, HV, C, COMPUTE), slot, GATES + 4, C)
     q_factor = inverse_norm(load_keys(q, chunk, key_head, shape), L2NORM, COMPUTE) * scale
     tl.debug_barrier()
 
-    decays = write_gammas(vectors + (slot * VECTORS + GATES) * C, gamma_S, gamma_M, square, C, COMPUTE)
+    gates = vectors + (slot * VECTORS + GATES) * C
+    decays = write_gammas(gates, gamma_S, gamma_M, square, direct is not None, C, COMPUTE)
     # The products as they are, in the layout of tensor cores; what scales them is read, like them, row by row.
     probe = k if p is None else p
     tl.store(square_at(erase, slot, C), inner_products(probe, k, chunk, key_head, shape, BLOCK, arithmetic))  # pk
@@ -258,25 +284,19 @@ def prepare_kernel(
     store_vector(vectors, k_factor, slot, K_FACTOR, C)
     store_vector(vectors, q_factor, slot, Q_FACTOR, C)
     store_vector(vectors, p_factor, slot, P_FACTOR, C)
-    abar, b, mbar = decays.abar, decays.b, decays.mbar
-    store_vector(vectors, p_factor * abar, slot, READ_S, C)
-    store_vector(vectors, p_factor * b, slot, READ_M, C)
-    store_vector(vectors, q_factor * (alpha * abar), slot, QUERY_S, C)
-    store_vector(vectors, q_factor * (alpha * b + beta_rows * (mu * mbar)), slot, QUERY_M, C)
+    abar, b = alpha * decays.abar, alpha * decays.b + beta_rows * (mu * decays.mbar)  # [C], after each token
+    store_vector(vectors, p_factor * (abar if LOOKAHEAD else decays.abar), slot, READ_S, C)
+    store_vector(vectors, p_factor * (b if LOOKAHEAD else decays.b), slot, READ_M, C)
+    store_vector(vectors, q_factor * abar, slot, QUERY_S, C)
+    store_vector(vectors, q_factor * b, slot, QUERY_M, C)
     store_vector(vectors, k_factor * decays.write_S, slot, WRITE_S, C)
     store_vector(vectors, k_factor * decays.write_M, slot, WRITE_M, C)
     store_decays(vectors, decays.abar_end, decays.b_end, decays.mbar_end, slot, DECAYS, VECTORS, C)
     tl.debug_barrier()
 
-    k_columns = load_vector(vectors, slot, K_FACTOR, C)[None, :]
-    scaled = tl.load(square_at(erase, slot, C)) * load_row_before(gamma_S, slot, C)  # [C, C]
-    scaled *= load_vector(vectors, slot, P_FACTOR, C)[:, None] * k_columns
-    tl.store(square_at(erase, slot, C), scaled)
-    scaled = tl.load(square_at(inverse, slot, C)) * tl.load(square_at(gamma_S, slot, C))  # [C, C]
-    scaled *= load_vector(vectors, slot, Q_FACTOR, C)[:, None] * k_columns
-    tl.store(square_at(attend, slot, C), scaled.to(attend.dtype.element_ty))
+    scale_products(attend, erase, inverse, gamma_S, vectors, slot, LOOKAHEAD, C)
     # Blocks of the inverse that stay zero; all others are written below.
-    i, j = tl.arange(0, C)[:, None] // 16, tl.arange(0, C)[None, :] // 16
-    tl.store(square_at(inverse, slot, C), tl.zeros([C, C], COMPUTE), mask=(i > j) if BACKWARD else (i < j))
+    row, column = tl.arange(0, C)[:, None] // 16, tl.arange(0, C)[None, :] // 16
+    tl.store(square_at(inverse, slot, C), tl.zeros([C, C], COMPUTE), mask=row > column if BACKWARD else row < column)
     tl.debug_barrier()
     invert(erase + square, inverse + square, C, BACKWARD, EXACT, COMPUTE)

@@ -55,6 +55,15 @@ def split_columns(pair):
 
 
 @triton.jit
+def load_attend(attend, slot, PIECE: tl.constexpr, C: tl.constexpr):
+    """attend [C, C] in pieces of PIECE numbers. The compiler gives matrices of one shape one layout: with eight numbers
+    a thread, as many as 16-bit numbers want, float32 ones of the inverse meet in the banks of shared memory. Where
+    copies are asynchronous, as on Hopper, smaller pieces cost nothing."""
+    columns = tl.max_contiguous(tl.arange(0, C), PIECE)
+    return tl.load(attend + slot * (C * C) + tl.arange(0, C)[:, None] * C + columns[None, :])
+
+
+@triton.jit
 def load_states(states, scan, sequences, shape, COMPUTE: tl.constexpr):
     """X [BK, 2 BV] from states [2, N, HV, K, V] at the end of a sequence, or zeros when there are none."""
     if states is None:
@@ -81,11 +90,11 @@ def store_states(states, X, scan, sequences, shape):
 
 
 @triton.jit
-def store_chunk_states(states, X, slot, column, shape):
-    """X into states [slots, 2, K, V] in the operand dtype: later kernels use them as operands of products only."""
+def store_chunk_states(states, S, M, slot, column, shape):
+    """S and M [BK, BV] into states [slots, 2, K, V] in the operand dtype: later kernels use them as operands of
+    products only."""
     offsets, mask = state_at(column, shape, shape.BV)
     S_at = states + slot * (2 * shape.K * shape.V) + offsets
-    S, M = split_columns(X)
     tl.store(S_at, S.to(states.dtype.element_ty), mask=mask)
     tl.store(S_at + shape.K * shape.V, M.to(states.dtype.element_ty), mask=mask)
 
@@ -94,17 +103,6 @@ def store_chunk_states(states, X, slot, column, shape):
 def load_pair(vectors, slot, OF_S: tl.constexpr, OF_M: tl.constexpr, C: tl.constexpr):
     """Two vectors as columns [C, 1]: what multiplies products with S and with M."""
     return load_vector(vectors, slot, OF_S, C)[:, None], load_vector(vectors, slot, OF_M, C)[:, None]
-
-
-@triton.jit
-def advance(X, keys, R, writes, decays, arithmetic):
-    """X after a chunk (8), from X before it, keys = k^T [BK, C], its residual R [C, BV] as it was rounded, the vectors
-    (write_S, write_M) and the decays (abar, b, mbar)."""
-    abar, b, mbar = decays
-    S, M = split_columns(X)
-    wide = R.to(arithmetic.COMPUTE)
-    written = join_columns(writes[0] * wide, -writes[1] * wide).to(arithmetic.OPERAND)  # [C, 2 BV]
-    return add_product(join_columns(abar * S - b * M, mbar * M), keys, written, arithmetic)
 
 
 @triton.jit(do_not_specialize=RUNTIME_NUMBERS)
@@ -131,6 +129,7 @@ def forward_states_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    PIECE: tl.constexpr,
     PACKED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -151,11 +150,11 @@ def forward_states_kernel(
         q_tile = load_keys(q, chunk, scan.key_head, shape).to(OPERAND)
         v_tile = load_values(v, chunk, scan.head, scan.column, shape)  # [C, BV]
         inverse_tile = tl.load(square_at(inverse, chunk.slot, C))  # [C, C]
-        attend_tile = tl.load(square_at(attend, chunk.slot, C))  # [C, C]
+        attend_tile = load_attend(attend, chunk.slot, PIECE, C)  # [C, C]
         read_S, read_M = load_pair(vectors, chunk.slot, READ_S, READ_M, C)
         query_S, query_M = load_pair(vectors, chunk.slot, QUERY_S, QUERY_M, C)
-        writes = load_pair(vectors, chunk.slot, WRITE_S, WRITE_M, C)
-        decays = load_decays(vectors, chunk.slot, DECAYS, VECTORS, C)
+        write_S, write_M = load_pair(vectors, chunk.slot, WRITE_S, WRITE_M, C)
+        abar, b, mbar = load_decays(vectors, chunk.slot, DECAYS, VECTORS, C)
 
         operand = X.to(OPERAND)
         of_S, of_M = split_columns(product(p_tile, operand, arithmetic))
@@ -170,7 +169,11 @@ def forward_states_kernel(
             R = add_product(R, inverse_tile, rest, arithmetic)
         # As it is saved: the backward pass rebuilds the states from it.
         R = R.to(v.dtype.element_ty)
-        X = advance(X, tl.trans(k_tile), R, writes, decays, arithmetic)
+        # (8)
+        S, M = split_columns(X)
+        wide = R.to(COMPUTE)
+        written = join_columns(write_S * wide, -write_M * wide).to(OPERAND)  # [C, 2 BV]
+        X = add_product(join_columns(abar * S - b * M, mbar * M), tl.trans(k_tile), written, arithmetic)
         out = add_product(out, attend_tile, R.to(OPERAND), arithmetic)  # (7)
         if residual is not None:
             store_values(residual, R, chunk, scan.head, scan.column, shape)
@@ -204,16 +207,18 @@ def rebuild_states_kernel(
     shape: tl.constexpr = Shape(H=H, HV=HV, K=K, V=V, C=C, BK=BK, BV=BV)
     arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION)
     scan = locate_scan(cu_seqlens, time, shape, PACKED)
-    X = load_states(initial_state, scan, sequences, shape, COMPUTE)
+    S, M = split_columns(load_states(initial_state, scan, sequences, shape, COMPUTE))  # [BK, BV] each
 
     for number in range(tl.cdiv(scan.length, C)):
         chunk = chunk_at(scan.begin, scan.length, scan.sequence, number, scan.head, HV, C)
-        k_tile = load_keys(k, chunk, scan.key_head, shape).to(OPERAND)  # [C, BK]
-        R = load_values(residual, chunk, scan.head, scan.column, shape)  # [C, BV]
-        writes = load_pair(vectors, chunk.slot, WRITE_S, WRITE_M, C)
-        decays = load_decays(vectors, chunk.slot, DECAYS, VECTORS, C)
-        store_chunk_states(states, X, chunk.slot, scan.column, shape)
-        X = advance(X, tl.trans(k_tile), R, writes, decays, arithmetic)
+        keys = tl.trans(load_keys(k, chunk, scan.key_head, shape).to(OPERAND))  # [BK, C]
+        R = load_values(residual, chunk, scan.head, scan.column, shape).to(COMPUTE)  # [C, BV]
+        write_S, write_M = load_pair(vectors, chunk.slot, WRITE_S, WRITE_M, C)
+        abar, b, mbar = load_decays(vectors, chunk.slot, DECAYS, VECTORS, C)
+        store_chunk_states(states, S, M, chunk.slot, scan.column, shape)
+        # (8). Nothing reads S and M here, so they need not share an accumulator, and operands come without conflicts.
+        S = add_product(abar * S - b * M, keys, (write_S * R).to(OPERAND), arithmetic)
+        M = add_product(mbar * M, keys, (-write_M * R).to(OPERAND), arithmetic)
 
 
 @triton.jit(do_not_specialize=RUNTIME_NUMBERS)
@@ -240,6 +245,7 @@ def backward_states_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    PIECE: tl.constexpr,
     PACKED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -261,7 +267,7 @@ def backward_states_kernel(
         q_tile = load_keys(q, chunk, scan.key_head, shape).to(OPERAND)
         grad_o_tile = load_values(grad_o, chunk, scan.head, scan.column, shape).to(OPERAND)  # [C, BV]
         inverse_tile = tl.load(square_at(inverse, chunk.slot, C))  # [C, C]
-        attend_tile = tl.load(square_at(attend, chunk.slot, C))  # [C, C]
+        attend_tile = load_attend(attend, chunk.slot, PIECE, C)  # [C, C]
         read_S, read_M = load_pair(vectors, chunk.slot, READ_S, READ_M, C)
         query_S, query_M = load_pair(vectors, chunk.slot, QUERY_S, QUERY_M, C)
         write_S, write_M = load_pair(vectors, chunk.slot, WRITE_S, WRITE_M, C)
@@ -275,9 +281,9 @@ def backward_states_kernel(
             erase_tile = tl.load(square_at(erase, chunk.slot, C))
             rest = grad_R - grad_target - product(tl.trans(erase_tile), grad_target, arithmetic)
             grad_target = add_product(grad_target, inverse_tile, rest, arithmetic)
-        store_chunk_states(grad_states, grad_X, chunk.slot, scan.column, shape)
-        # (11)
         grad_S, grad_M = split_columns(grad_X)
+        store_chunk_states(grad_states, grad_S, grad_M, chunk.slot, scan.column, shape)
+        # (11)
         grad_X = join_columns(abar * grad_S, mbar * grad_M - b * grad_S)
         wide = grad_o_tile.to(COMPUTE)
         asked = join_columns(query_S * wide, -query_M * wide).to(OPERAND)  # [C, 2 BV]

@@ -82,7 +82,7 @@ def choose_tile(
     if kernel in _SCANS and heads * value_dim < 2 * _FEW_PROGRAMS * tile.value_block:
         # Too few programs to fill the GPU: narrower tiles make more of them, and each turn of the loop is shorter.
         tile = replace(tile, value_block=max(16, tile.value_block // 2), warps=max(4, tile.warps // 2))
-    if given_p and large:
+    if given_p and power_of_two(key_dim) > 64:
         tile = replace(tile, stages=max(1, tile.stages - 1))  # a third [C, K] operand in shared memory
     return replace(tile, value_block=min(tile.value_block, power_of_two(value_dim)))
 
@@ -95,10 +95,10 @@ _TILES = {
     # A row of a [C, C] matrix is one number per thread: two warps hold it, more would only repeat the work.
     "prepare": (Tile(16, 2, 2), Tile(16, 2, 2)),
     "backward_gates": (Tile(16, 2, 1), Tile(16, 2, 1)),
-    # One stage: a second one spills, and two blocks of an SM cover each other's loads.
+    # Scans with one stage: a second one spills, and two blocks of an SM cover each other's loads.
     "forward_states": (Tile(16, 4, 1), Tile(16, 8, 1)),
     "rebuild_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
-    "backward_states": (Tile(32, 8, 2), Tile(16, 8, 1)),
+    "backward_states": (Tile(16, 4, 1), Tile(16, 8, 1)),
     "backward_scores": (Tile(64, 4, 2), Tile(64, 4, 2)),
     "backward_inputs": (Tile(32, 8, 2), Tile(32, 8, 1)),
     # Bandwidth only: 128-byte rows, many small programs.
