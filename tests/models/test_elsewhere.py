@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -115,3 +116,11 @@ def test_saving_leaves_the_config_in_memory_as_it_was(tmp_path):
     before = config.to_dict()
     config.save_pretrained(tmp_path)
     assert config.to_dict() == before
+
+
+def test_the_model_can_be_exported(tmp_path):
+    model, ids = small_model(), tokens(1, 20)
+    program = torch.export.export(model, (ids,), kwargs={"use_cache": False})
+    torch.export.save(program, tmp_path / "model.pt2")
+    logits = torch.export.load(tmp_path / "model.pt2").module()(ids, use_cache=False).logits
+    torch.testing.assert_close(logits, model(ids).logits)
