@@ -229,17 +229,9 @@ def train_and_test(cell: MqarCell, save_to: Path | None = None) -> dict[str, Any
 
 
 def state_numbers(model: nn.Module) -> int:
-    """Numbers in the recurrent states of all mixers for one sequence (for attention: per token).
-
-    The M of a layer without momentum holds nothing and does not count.
-    """
-    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
-    return sum(
-        math.prod(shape)
-        for mixer in mixers
-        for name, (shape, _) in mixer.state_shapes().items()
-        if name != "conv" and not (name == "M" and getattr(mixer, "m_proj", None) is None)
-    )
+    """Numbers in the recurrent states of all mixers for one sequence (for attention: per token)."""
+    shapes = [module.state_shapes() for module in model.modules() if isinstance(module, Mixer)]
+    return sum(math.prod(shape) for mixer in shapes for name, (shape, _) in mixer.items() if name != "conv")
 
 
 # ----------------------------------------------------------------------------------------------------- reading recipes
