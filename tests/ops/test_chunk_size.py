@@ -15,6 +15,7 @@ def test_chunks_are_shorter_for_narrow_heads_and_never_longer_than_requested() -
     assert (wide, narrow) == (64, 32)
     assert choose_chunk_size(8, (2048,), 4, 64, 64, 64) == 8
     assert choose_chunk_size(64, (5, 3), 4, 64, 64, 64) == 5
+    assert choose_chunk_size(64, (0,), 4, 64, 64, 64) == 1
 
 
 @pytest.mark.parametrize("rule", MOMENTUM)

@@ -165,7 +165,7 @@ def choose_chunk_size(
     if limit <= 16:
         return max(1, min(limit, longest, ACCURATE_CHUNK))
     if longest <= 16:
-        return longest
+        return max(1, longest)
 
     def of_chunk(size: int) -> float:
         products = size * (40 * key_dim * value_dim + size * (12 * value_dim + 16 * key_dim)) / FLOPS_PER_SECOND
