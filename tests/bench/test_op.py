@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from mdn.bench import op, op_peers
+from mdn.bench import op, op_peers, op_vector
 from mdn.bench.op_accuracy import accuracy_table
 from mdn.bench.op_results import CONTROL, tables, too_busy
 from mdn.cli import main
@@ -101,3 +102,21 @@ def test_bad_arguments_are_one_line_and_exit_code_2(capsys) -> None:
     assert len(error.splitlines()) == 1
     assert main(["bench", "op", "--accuracy", "--plot", "x.png"]) == 2
     assert "--plot draws times" in capsys.readouterr().err
+
+
+def test_the_rule_with_vector_decays_is_measured_beside_kda(capsys, tmp_path: Path) -> None:
+    assert main(["bench", "op", "--vector", "--quick", "--json", str(tmp_path / "vector.json")]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in op_vector.FORMS)
+    content = json.loads((tmp_path / "vector.json").read_text())["vector"]
+    assert max(content["correctness"].values()) < 1e-12
+    assert main(["bench", "op", "--vector", "--accuracy"]) == 2
+
+
+def test_a_step_that_holds_a_matrix_is_seen_in_the_peak_memory(monkeypatch) -> None:
+    def holds_a_matrix(name, shape):
+        return lambda: torch.ones(shape.time, 2**18).sum()  # T MiB
+
+    monkeypatch.setattr(op_vector, "training_step", holds_a_matrix)
+    grown = op_vector._grown_by_a_step(op_vector.KDA, op_peers.RuleShape(1, 128, 1, 1, 1))
+    assert grown is None or grown >= 50 * 2**20

@@ -17,6 +17,7 @@ from mdn.ops import (
     recurrent_gated_delta_rule,
     recurrent_kda,
     recurrent_momentum_delta_rule,
+    recurrent_vector_momentum_delta_rule,
     vector_momentum_delta_step,
 )
 
@@ -110,6 +111,41 @@ def test_nesterovs_step_is_a_choice_of_the_two_steps(gates: str) -> None:
     o, state = vector_rule(inputs | {"beta": mu * b, "direct": b * eta})
     assert relative_error(o[0, :, 0], torch.stack(outputs)) <= EXACT
     assert relative_error(state[:, 0, 0], torch.stack([S, M])) <= EXACT
+
+
+def test_the_layers_bounds_keep_every_eigenvalue_of_a_step_in_the_unit_disc() -> None:
+    """Equation (30), for gates up to the bounds, with and without a direct write."""
+    B, K = 400, 6
+    generator = torch.Generator().manual_seed(0)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    def to_the_edge(x: Tensor) -> Tensor:
+        """Half of the values at 0 or 1, where a bound is attained."""
+        return torch.where(uniform(*x.shape) < 0.5, x.round(), x)
+
+    eta = 2 * to_the_edge(uniform(B, 1, 1))
+    sine = torch.atan(eta * torch.exp(8 * uniform(B, 1, 1) - 4)).sin().square()
+    decay = to_the_edge(uniform(B, 1, 1, K))
+    step, nu = sine * to_the_edge(uniform(B, 1, 1)), to_the_edge(uniform(B, 1, 1))
+    k = torch.randn(B, 1, 1, K, generator=generator, dtype=torch.float64)
+    identity = torch.eye(2 * K, dtype=torch.float64).expand(B, 1, 2 * K, 2 * K)
+    _, (S, M) = recurrent_vector_momentum_delta_rule(
+        q=k,
+        k=k,
+        v=k.new_zeros(B, 1, 1, 2 * K),
+        log_alpha=(decay * (1 - sine).unsqueeze(-1)).log(),
+        log_mu=to_the_edge(uniform(B, 1, 1)).log(),
+        beta=nu * step,
+        eta=eta,
+        direct=(1 - nu) * step * eta,
+        initial_state=(identity[:, :, :K], identity[:, :, K:]),
+        output_final_state=True,
+    )
+    eigenvalues = torch.linalg.eigvals(torch.cat([S, M], dim=2))  # of the map of [S; M], 2K x 2K
+    assert eigenvalues.imag.abs().max() > 0.1
+    assert eigenvalues.abs().max() <= 1 + 1e-7  # a double eigenvalue 1 is known to half of the digits
 
 
 def test_gradients_pass_torchs_numerical_check() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mdn.bench import op_vector
 from mdn.common.results import Table
 
 CONTROL = "matrix product (control)"
@@ -14,7 +15,9 @@ SCALES = 1.5
 
 
 def tables(content: dict[str, Any]) -> list[Table]:
-    """Everything that was measured; with ``--accuracy`` only the errors."""
+    """Everything that was measured; with ``--accuracy`` only the errors, with ``--vector`` only the vector rule."""
+    if "vector" in content:
+        return [op_vector.table(content["vector"])]
     if "shapes" not in content:
         return [_accuracy(content["accuracy"])]
     return [

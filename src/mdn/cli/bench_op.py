@@ -15,27 +15,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="small shapes and few repeats: a short smoke benchmark, not for a record"
     )
-    parser.add_argument("--accuracy", action="store_true", help="only the table of errors over log_mu")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--accuracy", action="store_true", help="only the table of errors over log_mu")
+    only.add_argument("--vector", action="store_true", help="only the rule with vector decays, beside KDA")
     parser.add_argument("--threads", type=positive_int, metavar="N", help="threads of torch (default: torch's choice)")
     add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from mdn.bench import op
-    from mdn.bench.op_accuracy import accuracy_table
     from mdn.bench.op_results import draw, remarks, tables
     from mdn.common.results import write_results
 
-    if args.accuracy and args.plot:
-        raise ValueError("--plot draws times, which --accuracy does not measure; leave one of them out")
-    if args.accuracy:
-        content: dict[str, Any] = {"accuracy": accuracy_table()}
-    else:
-        try:
-            content = op.run(quick=args.quick, threads=args.threads)
-        except RuntimeError as error:  # a peer computes something else: no figure is worth showing
-            print(f"mdn: benchmark stopped: {error}")
-            return 1
+    if args.plot and (args.accuracy or args.vector):
+        only = "--accuracy" if args.accuracy else "--vector"
+        raise ValueError(f"--plot draws times per token, which {only} does not measure; leave one of them out")
+    try:
+        content = _measure(args)
+    except RuntimeError as error:  # a peer computes something else: no figure is worth showing
+        print(f"mdn: benchmark stopped: {error}")
+        return 1
+    if not args.accuracy and not args.vector:
         print("\n".join(remarks(content)) + "\n")
     print(*tables(content), sep="\n\n")
     write_results(args.json, "op", content)
@@ -44,3 +43,14 @@ def run(args: argparse.Namespace) -> int:
 
         print("\nwrote " + " and ".join(map(str, save_figure(draw(content), args.plot))))
     return 0
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    from mdn.bench import op, op_vector
+    from mdn.bench.op_accuracy import accuracy_table
+
+    if args.accuracy:
+        return {"accuracy": accuracy_table()}
+    if args.vector:
+        return {"vector": op_vector.run(quick=args.quick)}
+    return op.run(quick=args.quick, threads=args.threads)
