@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.forward_context import get_forward_context
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -81,10 +82,11 @@ def engine(model: Path, monkeypatch: Any, **arguments: Any) -> Iterator[Engine]:
     counters = Counters()
     serve, preempt = ServedRecurrence.serve, Scheduler._preempt_request
 
-    def counted_serve(layer: ServedRecurrence, hidden_states: torch.Tensor, context: Any) -> torch.Tensor:
+    def counted_serve(layer: ServedRecurrence, *given: Any) -> None:
+        context = get_forward_context()
         if layer.mixer.layer_idx == 0 and context.attn_metadata is not None:
             counters.add(context.attn_metadata[layer.name])
-        return serve(layer, hidden_states, context)
+        serve(layer, *given)
 
     def counted_preempt(scheduler: Scheduler, *given: Any, **named: Any) -> Any:
         counters.preemptions += 1
@@ -115,12 +117,24 @@ def tokens_of(outputs: list[RequestOutput]) -> list[Tokens]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+class Continuation(NamedTuple):
+    tokens: Tokens
+    logprobs: torch.Tensor
+    """``[tokens, vocabulary]``"""
+
+
 @torch.no_grad()
-def expected_tokens(model: Any, prompts: Sequence[Tokens], count: int = 12) -> list[Tokens]:
+def expected_continuations(model: Any, prompts: Sequence[Tokens], count: int = 12) -> list[Continuation]:
     """Greedy continuations by transformers' ``generate``, one prompt at a time."""
     found = []
+    settings = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-        found.append(output[0, len(prompt) :].tolist())
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **settings)
+        logprobs = torch.cat(output.logits).log_softmax(-1)
+        found.append(Continuation(output.sequences[0, len(prompt) :].tolist(), logprobs))
     return found
+
+
+def expected_tokens(model: Any, prompts: Sequence[Tokens], count: int = 12) -> list[Tokens]:
+    return [continuation.tokens for continuation in expected_continuations(model, prompts, count)]

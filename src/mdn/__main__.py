@@ -2,4 +2,5 @@ import sys
 
 from mdn.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # not in the processes that vLLM spawns
+    sys.exit(main())

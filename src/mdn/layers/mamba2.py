@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mdn.layers.cache_access import LayerState
 from mdn.layers.conv import ShortConvolution
-from mdn.layers.mixer import Mixer, StateShape
+from mdn.layers.mixer import Mixer, StateShape, run_pack
 from mdn.layers.norms import RMSNorm
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops import first_order
@@ -74,19 +74,26 @@ class Mamba2(Mixer):
         z, streams, dt = self.in_proj(hidden_states).split(sizes, -1)
         if state is not None and state.is_decode_step():
             streams = self.conv1d.step(streams[:, 0], state.held_conv(0), state.slots)
-            inputs, skip = self._rule_inputs(streams, dt[:, 0])
-            o = self.apply_step(first_order.simple_gla_step, inputs, state, scale=1.0) + skip
-            o = o.unsqueeze(1)
+            o = self.step(streams, dt[:, 0], state).unsqueeze(1)
         else:
             before = None if state is None else state.conv(0)
             streams, after = self.conv1d(streams, layout, before, return_state=state is not None)
             if state is not None:
                 state.write_conv(after, 0)
-            inputs, skip = self._rule_inputs(streams, dt)
-            options: dict[str, Any] = {"scale": 1.0, "chunk_size": self.chunk_size}
-            o = self.apply_rule(first_order.chunk_simple_gla, inputs, layout, state, **options) + skip
+            o = run_pack(self.run, self.step, (streams, dt), layout, state)
         y: Tensor = self.out_proj(self._normed(o.flatten(-2).to(z.dtype), z))
         return y
+
+    def run(self, streams: Tensor, dt: Tensor, layout: TokenLayout, state: LayerState | None) -> Tensor:
+        """o ``[B, T, H, P]``."""
+        inputs, skip = self._rule_inputs(streams, dt)
+        options: dict[str, Any] = {"scale": 1.0, "chunk_size": self.chunk_size}
+        return self.apply_rule(first_order.chunk_simple_gla, inputs, layout, state, **options) + skip
+
+    def step(self, streams: Tensor, dt: Tensor, state: LayerState) -> Tensor:
+        """o ``[B, H, P]`` of one token per row; the held state is updated in place."""
+        inputs, skip = self._rule_inputs(streams, dt)
+        return self.apply_step(first_order.simple_gla_step, inputs, state, scale=1.0) + skip
 
     def _rule_inputs(self, streams: Tensor, dt: Tensor) -> tuple[dict[str, Any], Tensor]:
         """The rule's arguments, and what skips the rule, D x."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -215,6 +215,25 @@ class Mixer(nn.Module):
         initialise(self)
 
 
+def run_pack(
+    run: Callable[..., Tensor],
+    step: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    layout: TokenLayout,
+    state: LayerState | None,
+) -> Tensor:
+    """``run(*tensors, layout, state)``, but ``step(*tensors, state)`` for the sequences of a pack that only decode.
+
+    ``tensors`` and the result are ``[B, T, ...]`` for ``run``, and ``[B, ...]`` for ``step``.
+    """
+    if state is None or state.mixed is None:
+        return run(*tensors, layout, state)
+    steps, stepped, others, others_layout = state.mixed
+    first = step(*(x[0, :steps] for x in tensors), stepped)
+    rest = run(*(x[:, steps:] for x in tensors), others_layout, others)
+    return torch.cat([first.unsqueeze(0), rest], dim=1)
+
+
 class Streams(NamedTuple):
     """Queries and keys ``[..., H, K]`` and values ``[..., HV, V]`` before the rule."""
 
@@ -311,7 +330,8 @@ class ProjectedMixer(Mixer):
             token = hidden_states[:, 0]
             o = self.step(*self._step_streams(token, state), token, state).unsqueeze(1)
         else:
-            o = self.run(*self._streams(hidden_states, layout, state), hidden_states, layout, state)
+            streams = self._streams(hidden_states, layout, state)
+            o = run_pack(self.run, self.step, (*streams, hidden_states), layout, state)
         return self.output(o, hidden_states)
 
     def output(self, o: Tensor, hidden_states: Tensor) -> Tensor:

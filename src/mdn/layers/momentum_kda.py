@@ -133,8 +133,9 @@ class MomentumKDA(ProjectedMixer):
         return o
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, state: LayerState) -> Tensor:
+        inputs = self.rule_inputs(q, k, v, hidden_states)
         states = state.held_recurrent(0), state.held_recurrent(1)
-        o: Tensor = ops.vector_momentum_delta_step(**self.rule_inputs(q, k, v, hidden_states), state=states)
+        o: Tensor = ops.vector_momentum_delta_step(**inputs, state=states, state_indices=state.slots)
         return o
 
     def state_shapes(self) -> dict[str, StateShape]:

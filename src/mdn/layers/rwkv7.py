@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from mdn.layers.cache_access import LayerState
 from mdn.layers.conv import CausalWindow
 from mdn.layers.init import decay_bias, initialise, rate_bias, value_bias
-from mdn.layers.mixer import Mixer, StateShape
+from mdn.layers.mixer import Mixer, StateShape, run_pack
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops import first_order
 
@@ -94,6 +94,17 @@ class HeadGroupNorm(nn.GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
         normed: Tensor = super().forward(x.reshape(-1, x.shape[-1]))
         return normed.view(x.shape)
+
+
+class RuleInputs(NamedTuple):
+    """The rule's arguments, ``[B, T, H, D]`` or ``[B, H, D]``."""
+
+    r: Tensor
+    w: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
 
 
 class RWKV7Attention(Mixer):
@@ -164,20 +175,38 @@ class RWKV7Attention(Mixer):
             held = state.held_conv(TIME_MIXING_STATE)
             shifted = self.token_shift.step(hidden_states[:, 0], held, state.slots).unsqueeze(1)
             inputs, gate = self._rule_inputs(hidden_states, shifted, layout)
-            token = {name: x[:, 0] for name, x in inputs.items()}
-            o = self.apply_step(first_order.rwkv7_step, token, state).unsqueeze(1)
+            token = RuleInputs(*(x[:, 0] for x in inputs))
+            o = self.step(*token, state).unsqueeze(1)
         else:
             before = None if state is None else state.conv(TIME_MIXING_STATE)
             shifted, after = self.token_shift(hidden_states, layout, before, return_state=state is not None)
             if state is not None:
                 state.write_conv(after, TIME_MIXING_STATE)
             inputs, gate = self._rule_inputs(hidden_states, shifted, layout)
-            o = self.apply_rule(first_order.chunk_rwkv7, inputs, layout, state)
-        own = (inputs["r"] * inputs["k"] * self.r_k).sum(-1, keepdim=True) * inputs["v"]
+            o = run_pack(self.run, self.step, inputs, layout, state)
+        own = (inputs.r * inputs.k * self.r_k).sum(-1, keepdim=True) * inputs.v
         y: Tensor = self.o_proj((self.g_norm(o.flatten(-2)) + own.flatten(-2)) * gate)
         return y
 
-    def _rule_inputs(self, x: Tensor, shifted: Tensor, layout: TokenLayout) -> tuple[dict[str, Tensor], Tensor]:
+    def run(
+        self,
+        r: Tensor,
+        w: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        layout: TokenLayout,
+        state: LayerState | None,
+    ) -> Tensor:
+        """o ``[B, T, H, D]``."""
+        return self.apply_rule(first_order.chunk_rwkv7, RuleInputs(r, w, k, v, a, b)._asdict(), layout, state)
+
+    def step(self, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: LayerState) -> Tensor:
+        """o ``[B, H, D]`` of one token per row; the held state is updated in place."""
+        return self.apply_step(first_order.rwkv7_step, RuleInputs(r, w, k, v, a, b)._asdict(), state)
+
+    def _rule_inputs(self, x: Tensor, shifted: Tensor, layout: TokenLayout) -> tuple[RuleInputs, Tensor]:
         """The rule's arguments ``[B, T, H, D]`` and the output gate ``[B, T, H * D]``."""
         xr, xw, xk, xv, xa, xg = (x + shifted * getattr(self, f"x_{stream}") for stream in STREAMS)
         rate = self.a_lora(xa).sigmoid()
@@ -191,7 +220,7 @@ class RWKV7Attention(Mixer):
         }
         inputs = {name: tensor.unflatten(-1, (self.num_heads, -1)) for name, tensor in tensors.items()}
         rate = rate.unflatten(-1, (self.num_heads, -1))
-        return inputs | {"a": -kappa, "b": kappa * rate}, self.g_lora(xg)
+        return RuleInputs(**inputs, a=-kappa, b=kappa * rate), self.g_lora(xg)
 
     def _values(self, x: Tensor, layout: TokenLayout) -> Tensor:
         v: Tensor = self.v_proj(x)

@@ -280,7 +280,7 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
         return types
 
     @property
-    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+    def base_model_tp_plan(self) -> dict[str, str]:
         """How transformers splits the model over ranks (``tp_plan="auto"``); empty if a mixer's heads cannot be."""
         plans = [MIXERS[name].tensor_plan for name in {self.mixer_name(i) for i in range(self.num_hidden_layers)}]
         if not all(plans) or self.use_lora_gate or (self.use_mlp and self.mlp != "swiglu"):
@@ -289,6 +289,10 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
         blocks = {f"attn.{name}".rstrip("."): style for plan in plans for name, style in plan.items()}
         blocks |= {f"mlp.{name}": style for name, style in mlp.items()}
         return {f"layers.*.{name}": style for name, style in blocks.items()}
+
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
+        """Ignored: transformers 5.19 adds an entry for tied embeddings, under a name that ours do not have."""
 
     def validate(self) -> None:
         """transformers' own checks refuse layer types that it does not know; ours are derived, and the recurrent one is

@@ -32,7 +32,7 @@ class ArchitectureFacts(ModelArchConfigConvertorBase):
 
     def derive_max_model_len_and_key(self) -> tuple[float, str | None]:
         """The training context by default. ``--max-model-len`` may be longer: nothing in the model limits it."""
-        self.hf_config.model_max_length = LARGEST_SIZE  # where vLLM looks for what may be asked for at most
+        self.hf_config.model_max_length = LARGEST_SIZE  # where vLLM looks for the longest allowed context
         return self.hf_config.max_position_embeddings, "max_position_embeddings"
 
 
@@ -56,12 +56,15 @@ def unsupported(vllm_config: Any) -> list[str]:
             "speculative decoding is not supported, because a recurrent state cannot be taken back to an earlier "
             "token; remove --speculative-config"
         )
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
-        size = getattr(parallel, name, 1)
+    for kind in ("tensor", "pipeline", "decode_context", "prefill_context"):
+        size = getattr(parallel, f"{kind}_parallel_size")
         if size > 1:
             found.append(
-                f"{name}={size} is not supported: every worker holds the whole model; start one server per device"
+                f"{kind}_parallel_size={size} is not supported: every worker holds the whole model; start one server "
+                "per device"
             )
+    if vllm_config.lora_config is not None:
+        found.append("LoRA adapters are not supported; merge them into the model's weights, and remove --enable-lora")
     if model.quantization is not None:
         found.append(f"quantization={model.quantization!r} is not supported; remove --quantization")
     weight_format = model.hf_config.weight_format

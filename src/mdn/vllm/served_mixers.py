@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.library import Library
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.model_executor.layers.attention import Attention as CachedAttention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import AutoWeightsLoader
+from vllm.utils.torch_utils import direct_register_custom_op
 
 from mdn.layers import Attention, ChannelMixing, Mixer, TokenLayout
+from mdn.layers.cache_access import MixedPack
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.vllm.batch import StepLayouts, StepMetadata, recurrent_backend
 from mdn.vllm.states import DecodeState, LayerStates, PrefillState
@@ -63,31 +67,46 @@ class ServedRecurrence(ServedMixer, MambaBase):
     # ---------------------------------------------------------------- one step
 
     def forward(self, hidden_states: Tensor, positions: Tensor, past_key_values: None = None) -> Tensor:
-        return serve_mixer(hidden_states, self.name)
+        return _served(hidden_states, self.name)
 
-    def serve(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
-        return self.mix_with(self.mixer, hidden_states, context)
+    def serve(self, hidden_states: Tensor, output: Tensor, context: ForwardContext) -> None:
+        self.mix_with(self.mixer, hidden_states, output, context)
 
-    def mix_with(self, mixer: Mixer | ChannelMixing, hidden_states: Tensor, context: ForwardContext) -> Tensor:
-        """``[tokens, D]`` to the same shape: all decoding requests in one call of the mixer, and all prompts in one."""
+    def mix_with(
+        self, mixer: Mixer | ChannelMixing, hidden_states: Tensor, output: Tensor, context: ForwardContext
+    ) -> None:
+        """``[tokens, D]`` to the same shape, in one call of the mixer for all requests."""
         layouts = context.additional_kwargs.setdefault("mdn_layouts", StepLayouts())
         if context.attn_metadata is None:  # vLLM measures the memory of a step; nothing is to be remembered
-            layout = layouts.prefill(SequenceBoundaries.from_lengths([len(hidden_states)], hidden_states.device))
-            return mixer.mix(hidden_states.unsqueeze(0), layout, None)[0]
+            layout = layouts.all(SequenceBoundaries.from_lengths([len(hidden_states)], hidden_states.device))
+            output.copy_(mixer.mix(hidden_states.unsqueeze(0), layout, None)[0])
+            return
         metadata: StepMetadata = context.attn_metadata[self.name]
+        boundaries = metadata.boundaries
+        if boundaries is None:
+            tokens = len(metadata.decoding_slots)
+            state = DecodeState(self.kv_cache, len(self.states.conv), metadata.decoding_slots)
+            mixed = mixer.mix(hidden_states[:tokens].unsqueeze(1), layouts.decode(tokens), state).squeeze(1)
+        else:
+            tokens = boundaries.all.total
+            layout = layouts.all(boundaries.all)
+            mixed = mixer.mix(hidden_states[:tokens].unsqueeze(0), layout, self._pack_state(metadata, layouts))[0]
+        output[:tokens].copy_(mixed)
+        output[tokens:].zero_()  # rows that pad the batch
+
+    def _pack_state(self, metadata: StepMetadata, layouts: StepLayouts) -> PrefillState:
         pages, convolutions = self.kv_cache, len(self.states.conv)
-        slots = metadata.state_indices_tensor_d[:, 0].long()  # in a CUDA graph also rows that pad the batch
-        rows, boundaries = len(slots), metadata.prefill_boundaries
-        output = torch.zeros_like(hidden_states)
-        if rows > 0:
-            tokens = hidden_states[:rows].unsqueeze(1)
-            output[:rows] = mixer.mix(tokens, layouts.decode(rows), DecodeState(pages, convolutions, slots))[:, 0]
-        if boundaries is not None:
-            slots, resumed = metadata.state_indices_tensor_p.long(), metadata.has_initial_states_p
-            tokens = hidden_states[rows : rows + boundaries.total].unsqueeze(0)
-            state = PrefillState(pages, convolutions, slots, resumed)
-            output[rows : rows + boundaries.total] = mixer.mix(tokens, layouts.prefill(boundaries), state)[0]
-        return output
+        if metadata.num_decodes == 0:
+            return PrefillState(pages, convolutions, metadata.prompt_slots, metadata.has_initial_states_p)
+        assert metadata.boundaries is not None
+        state = PrefillState(pages, convolutions, metadata.slots, metadata.resumed)
+        state.mixed = MixedPack(
+            metadata.num_decodes,
+            DecodeState(pages, convolutions, metadata.decoding_slots),
+            PrefillState(pages, convolutions, metadata.prompt_slots, metadata.has_initial_states_p),
+            layouts.prompts(metadata.boundaries.prompts),
+        )
+        return state
 
 
 class ServedChannelMixing(ServedMixer):
@@ -101,10 +120,10 @@ class ServedChannelMixing(ServedMixer):
         _make_known(self, name, vllm_config)
 
     def forward(self, hidden_states: Tensor, positions: Tensor, past_key_values: None = None) -> Tensor:
-        return serve_mixer(hidden_states, self.name)
+        return _served(hidden_states, self.name)
 
-    def serve(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
-        return self.owner[0].mix_with(self.mixer, hidden_states, context)
+    def serve(self, hidden_states: Tensor, output: Tensor, context: ForwardContext) -> None:
+        self.owner[0].mix_with(self.mixer, hidden_states, output, context)
 
 
 def _make_known(layer: ServedMixer, name: str, vllm_config: VllmConfig) -> None:
@@ -115,21 +134,40 @@ def _make_known(layer: ServedMixer, name: str, vllm_config: VllmConfig) -> None:
     known[name] = layer
 
 
-@torch.library.custom_op("mdn::serve_mixer", mutates_args=())
-def serve_mixer(hidden_states: Tensor, name: str) -> Tensor:
-    """The tokens of the current step through the layer ``name``.
-
-    It also writes the layer's pages. They are no arguments: no graph holds them, and every caller of the op depends on
-    the output of the one before, which keeps their order.
-    """
-    context = get_forward_context()
-    output: Tensor = context.no_compile_layers[name].serve(hidden_states, context)
+def _served(hidden_states: Tensor, name: str) -> Tensor:
+    output = torch.empty_like(hidden_states)
+    torch.ops.mdn.serve_mixer(hidden_states, output, name)
     return output
 
 
-@serve_mixer.register_fake
-def _(hidden_states: Tensor, name: str) -> Tensor:
-    return torch.empty_like(hidden_states)
+def _serve_mixer(hidden_states: Tensor, output: Tensor, name: str) -> None:
+    """The tokens of the current step through the layer ``name``, into ``output``.
+
+    Compiled graphs end before this op and continue after it (``mdn.vllm.register``), as with vLLM's own layers. That
+    decides its form:
+
+    - ``output`` is an argument, allocated by the graph before. The next graph, if it is a CUDA graph, reads the address
+      that it was captured with; a tensor made in here would have another address in every step.
+    - The op also writes the layer's pages, which are no arguments: no graph contains or reads them, only this op does.
+      That it declares to write ``output`` is enough for torch.compile neither to drop, merge nor reorder its calls.
+    """
+    context = get_forward_context()
+    context.no_compile_layers[name].serve(hidden_states, output, context)
+
+
+def _serve_mixer_fake(hidden_states: Tensor, output: Tensor, name: str) -> None:
+    return None
+
+
+_LIBRARY = Library("mdn", "FRAGMENT")
+"""the op lives as long as this object"""
+direct_register_custom_op(
+    op_name="serve_mixer",
+    op_func=eager_break_during_capture(_serve_mixer),
+    mutates_args=["output"],
+    fake_impl=_serve_mixer_fake,
+    target_lib=_LIBRARY,
+)
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
