@@ -37,6 +37,7 @@ MIXER_COLOURS = {
     "linear_attention": COLOURS[9],
     "rwkv7": COLOURS[8],
     "momentum_kda": "#800020",
+    "gated_deltaproduct": "#3A6B35",
 }
 
 STYLE: Any = {

@@ -10,6 +10,7 @@ from mdn.layers.comba import Comba
 from mdn.layers.conv import ShortConvolution
 from mdn.layers.deltanet import DeltaNet
 from mdn.layers.gated_deltanet import GatedDeltaNet
+from mdn.layers.gated_deltaproduct import GatedDeltaProduct
 from mdn.layers.gla import GatedLinearAttention
 from mdn.layers.kda import KimiDeltaAttention
 from mdn.layers.linear_attention import LinearAttention
@@ -24,6 +25,7 @@ from mdn.layers.token_layout import TokenLayout, make_layout
 MIXERS: dict[str, type[Mixer]] = {
     "momentum_deltanet": MomentumDeltaNet,
     "gated_deltanet": GatedDeltaNet,
+    "gated_deltaproduct": GatedDeltaProduct,
     "comba": Comba,
     "kda": KimiDeltaAttention,
     "momentum_kda": MomentumKDA,
@@ -43,6 +45,7 @@ __all__ = [
     "DeltaNet",
     "GateSettings",
     "GatedDeltaNet",
+    "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedRMSNorm",
     "Gates",

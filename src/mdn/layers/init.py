@@ -215,6 +215,8 @@ TABLE: list[tuple[type | str, str, str]] = [
     ("MomentumDeltaNet", "D_log", "log U(0, 1)"),
     ("GatedDeltaNet", "A_log", "log U(0, 16)"),
     ("GatedDeltaNet", "dt_bias", "inverse softplus of dt"),
+    ("GatedDeltaProduct", "A_log", "log U(0, 16)"),
+    ("GatedDeltaProduct", "dt_bias", "inverse softplus of dt"),
     ("Comba", "A_log", "log U(0, 16)"),
     ("Comba", "dt_bias", "inverse softplus of dt"),
     ("Comba", "decay", "ones"),

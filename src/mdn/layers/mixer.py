@@ -285,12 +285,15 @@ class ProjectedMixer(Mixer):
         num_v_heads: int | None = None,
         head_k_dim: int,
         head_v_dim: int,
+        steps_per_token: int = 1,
         use_short_conv: bool = True,
         conv_size: int = 4,
         conv_bias: bool = False,
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
+        """``steps_per_token``: how many keys and values a token has in every head; they lie side by side, so that k is
+        ``[B, T, H, steps * K]`` and v ``[B, T, HV, steps * V]``."""
         super().__init__(hidden_size, layer_idx, backend)
         self.num_heads = num_heads
         self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
@@ -298,14 +301,15 @@ class ProjectedMixer(Mixer):
             raise ValueError(f"num_v_heads must be a multiple of num_heads={num_heads}, got {self.num_v_heads}")
         self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
         self.key_dim, self.value_dim = num_heads * head_k_dim, self.num_v_heads * head_v_dim
-        self.use_short_conv, self.conv_size = use_short_conv, conv_size
+        self.steps_per_token, self.use_short_conv, self.conv_size = steps_per_token, use_short_conv, conv_size
+        keys, values = steps_per_token * self.key_dim, steps_per_token * self.value_dim
         self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(hidden_size, values, bias=False)
         if use_short_conv:
             self.q_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias)
-            self.k_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias)
-            self.v_conv1d = ShortConvolution(self.value_dim, conv_size, conv_bias)
+            self.k_conv1d = ShortConvolution(keys, conv_size, conv_bias)
+            self.v_conv1d = ShortConvolution(values, conv_size, conv_bias)
 
     # ---------------------------------------------------------------- the rule
 
@@ -398,11 +402,16 @@ class ProjectedMixer(Mixer):
     def conv_state(self) -> dict[str, StateShape]:
         if not self.use_short_conv:
             return {}
-        return {"conv": StateShape((2 * self.key_dim + self.value_dim, self.conv_size - 1), None)}
+        return {"conv": StateShape((self._conv_channels(), self.conv_size - 1), None)}
 
     def flops_per_token(self, context: int) -> int:
-        convolutions = 2 * self.conv_size * (2 * self.key_dim + self.value_dim) if self.use_short_conv else 0
-        return self.flops_per_entry * self.num_v_heads * self.head_k_dim * self.head_v_dim + convolutions
+        return self.flops_per_entry * self.num_v_heads * self.head_k_dim * self.head_v_dim + self.conv_flops()
+
+    def conv_flops(self) -> int:
+        return 2 * self.conv_size * self._conv_channels() if self.use_short_conv else 0
+
+    def _conv_channels(self) -> int:
+        return self.key_dim + self.steps_per_token * (self.key_dim + self.value_dim)
 
 
 def check_heads_divide(name: str, heads: int, ranks: int) -> None:

@@ -29,6 +29,7 @@ class SequenceBoundaries:
         # A custom op takes only the tensor. It must find this object again: weakly, so that the two are no cycle.
         cu_seqlens._mdn_boundaries = weakref.ref(self)  # type: ignore[attr-defined]
         self._padded: tuple[tuple[int, int], Tensor] | None = None
+        self._stretched: dict[int, SequenceBoundaries] = {}
 
     # ---------------------------------------------------------------- constructors
 
@@ -131,6 +132,13 @@ class SequenceBoundaries:
         return torch.arange(self.total, device=self.cu_seqlens.device) - self.cu_seqlens[self.sequence_ids]
 
     # ---------------------------------------------------------------- layout
+
+    def stretched(self, factor: int) -> SequenceBoundaries:
+        """Of the same sequences with every token repeated ``factor`` times; made once for all layers."""
+        if factor not in self._stretched:
+            offsets = tuple(factor * offset for offset in self.offsets)
+            self._stretched[factor] = SequenceBoundaries(factor * self.cu_seqlens, offsets)
+        return self._stretched[factor]
 
     def unpad(self, x: Tensor) -> Tensor:
         """``[B, T, ...]`` to ``[1, total, ...]``: keeps only the tokens whose mask is one."""

@@ -13,11 +13,18 @@ normalise q and k before, where the variant wants unit keys.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order.inputs import FirstOrderOutput
+from mdn.ops.first_order.scalar_rules import chunk_gated_delta_rule
+
+if TYPE_CHECKING:
+    from mdn.parallel import ContextParallelPlan
 
 KACZMARZ_EPS = 1e-6
 
@@ -80,6 +87,30 @@ def delta_product(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> d
 def last_of_product(output: FirstOrderOutput, steps: int) -> FirstOrderOutput:
     """What ``chunk_gated_delta_rule`` returns for ``delta_product``, with o ``[B, T, HV, V]`` after every n-th step."""
     return output._replace(o=output.o[:, steps - 1 :: steps])
+
+
+def chunk_gated_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    context_parallel: ContextParallelPlan | None = None,
+    **options: Any,
+) -> FirstOrderOutput:
+    """``delta_product`` by ``chunk_gated_delta_rule``: tokens in, o ``[B, T, HV, V]`` of tokens out.
+
+    ``cu_seqlens`` counts tokens; further ``options`` are those of ``chunk_gated_delta_rule``.
+    """
+    if context_parallel is not None:
+        raise ValueError("chunk_gated_delta_product cannot spread a sequence over ranks: give no context_parallel")
+    steps, boundaries = k.shape[2], None
+    if cu_seqlens is not None:
+        boundaries = SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1]).stretched(steps)
+    inputs: dict[str, Any] = delta_product(q, k, v, g, beta)
+    return last_of_product(chunk_gated_delta_rule(**inputs, cu_seqlens=boundaries, **options), steps)
 
 
 def _for_value_heads(x: Tensor, v: Tensor) -> Tensor:
