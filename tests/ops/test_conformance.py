@@ -7,7 +7,9 @@ file again in a process of its own, and tests/ops/cpu/test_conformance.py does s
 
 from __future__ import annotations
 
+import math
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -41,6 +43,7 @@ from definition import (
     Tensors,
     converted,
     leaves,
+    relative_error,
     run_with_gradients,
 )
 
@@ -447,3 +450,18 @@ def test_decode_steps_are_the_definition_in_place_and_touch_no_other_slot(
         assert error <= allowed[name], f"{name}: {error:.1e} > {allowed[name]:.1e}"
     others = [slot for slot in range(pools["state"].shape[axis]) if slot not in slots]
     assert pools["state"].index_select(axis, torch.tensor(others, dtype=torch.long)).isnan().all()
+
+
+@pytest.mark.parametrize(("backend", "rule"), [(backend, rule) for backend, rule in SECOND if backend != "recurrent"])
+def test_a_step_without_a_momentum_state_is_the_rule_with_mu_zero(backend: str, rule: str) -> None:
+    case = Case(rule, "mixed", B=2, T=1, H=2, HV=4)
+    inputs = inputs_of(case)
+    token = {name: x[:, 0] for name, x in tokens_of(inputs).items()}
+    forgetting = token | {"log_mu": torch.full_like(token["log_mu"], -math.inf)}
+    step = partial(public_function(rule, "step"), state_indices=torch.tensor([2, 0]), backend=backend)
+    S = torch.cat([inputs["initial_state"][0], torch.ones_like(inputs["initial_state"][0, :1])])
+    expected_S, found_S = S.clone(), S.clone()
+    expected = step(**forgetting, state=(expected_S, torch.zeros_like(S)), **options_of(case))
+    found = step(**token, state=(found_S, None), **options_of(case))
+    assert relative_error(found, expected) <= 1e-6
+    assert relative_error(found_S, expected_S) <= 1e-6

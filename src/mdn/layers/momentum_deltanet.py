@@ -230,7 +230,7 @@ class MomentumRule(nn.Module):
         k: Tensor,
         v: Tensor,
         gates: Gates,
-        initial_state: tuple[Tensor, Tensor] | None,
+        initial_state: tuple[Tensor, Tensor | None] | None,
         output_final_state: bool,
         boundaries: SequenceBoundaries | None,
         context_parallel: ContextParallelPlan | None = None,
@@ -263,10 +263,11 @@ class MomentumRule(nn.Module):
         k: Tensor,
         v: Tensor,
         gates: Gates,
-        state: tuple[Tensor, Tensor],
+        state: tuple[Tensor, Tensor | None],
         state_indices: Tensor | None = None,
     ) -> Tensor:
-        """o ``[B, HV, V]`` of one token; (S, M) are updated in place. Token by token also in a model with blocks."""
+        """o ``[B, HV, V]`` of one token; S and M (None: mu is 0) are updated in place. Token by token also in a model
+        with blocks."""
         o: Tensor = ops.momentum_delta_step(
             q=q,
             k=k,
@@ -448,14 +449,12 @@ class MomentumDeltaNet(ProjectedMixer):
         """S and M are recurrent states 0 and 1. With mu = 0 every token forgets M, so it is not kept."""
         S = None if state is None else state.initial_recurrent(0)
         M = None if state is None or not self.has_momentum else state.initial_recurrent(1)
-        if S is not None and M is None:
-            M = torch.zeros_like(S)
         output: ops.MomentumOutput = self.rule(
             q=self._corrected(q, k),
             k=k,
             v=v,
             gates=self.gates(hidden_states),
-            initial_state=None if S is None or M is None else (S, M),
+            initial_state=None if S is None else (S, M),
             output_final_state=state is not None,
             boundaries=layout.boundaries,
             context_parallel=layout.context_parallel,
@@ -469,7 +468,7 @@ class MomentumDeltaNet(ProjectedMixer):
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor, state: LayerState) -> Tensor:
         S = state.held_recurrent(0)
-        M = state.held_recurrent(1) if self.has_momentum else torch.zeros_like(S)
+        M = state.held_recurrent(1) if self.has_momentum else None
         return self.rule.step(self._corrected(q, k), k, v, self.gates(hidden_states), (S, M), state.slots)
 
     def _corrected(self, q: Tensor, k: Tensor) -> Tensor:

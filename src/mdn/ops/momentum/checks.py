@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.interface import RuleTensors, StepState, compute_dtype
-from mdn.ops.shared_checks import check_decode_state, check_log_decay, worst
+from mdn.ops.shared_checks import check_decode_state, check_log_decay, check_weight
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,12 +29,13 @@ def bundle(
     beta: Tensor | None,
     eta: Tensor | None,
     direct: Tensor | None,
-    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor | None] | None = None,
 ) -> RuleTensors:
     """The tensors of a call as given, with ones where beta or eta is None."""
     beta = ones_if_none(beta, v) if beta is None else beta
     eta = ones_if_none(eta, v) if eta is None else eta
-    return RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct, stacked_state(initial_state))
+    stacked = None if initial_state is None else stacked_state(initial_state)
+    return RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct, stacked)
 
 
 def check_tensors(tensors: RuleTensors, rank: int, vector: bool = False) -> None:
@@ -80,25 +81,25 @@ def _check_dtypes_and_devices(tensors: RuleTensors) -> None:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
 
 
-def state_pair(name: str, state: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """S and M of a stacked state or of the pair itself."""
-    if isinstance(state, Tensor) and len(state) == 2:
-        return state[0], state[1]
-    if not isinstance(state, (tuple, list)) or len(state) != 2:
+def state_pair(name: str, state: Tensor | tuple[Tensor, Tensor | None] | None) -> tuple[Tensor, Tensor | None]:
+    """S and M of a stacked state or of the pair itself, whose M may be None."""
+    if not isinstance(state, (tuple, list, Tensor)) or len(state) != 2:
         given = f"shape {list(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
         raise ValueError(f"{name} must be a tensor [2, slots, HV, K, V] or the pair (S, M), got {given}")
-    S, M = state
-    if not isinstance(S, Tensor) or not isinstance(M, Tensor):
+    S, M = state[0], state[1]
+    if not isinstance(S, Tensor) or not (M is None or isinstance(M, Tensor)):
         letter, given = ("M", M) if isinstance(S, Tensor) else ("S", S)
         raise ValueError(f"{name} must be a pair of tensors (S, M), but {letter} is {type(given).__name__}")
     return S, M
 
 
-def stacked_state(initial_state: Tensor | tuple[Tensor, Tensor] | None) -> Tensor | None:
+def stacked_state(initial_state: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
     """[2, N, HV, K, V] of a state or a pair (S, M); no copy when the pair are two parts of one tensor."""
-    if initial_state is None or isinstance(initial_state, Tensor):
+    if isinstance(initial_state, Tensor):
         return initial_state
     S, M = state_pair("initial_state", initial_state)
+    if M is None:
+        M = torch.zeros_like(S)
     if S.shape != M.shape or S.dtype != M.dtype or S.device != M.device:
         raise ValueError(
             "initial_state must be a pair (S, M) of the same shape, dtype and device, "
@@ -158,8 +159,9 @@ def check_step_state(state: StepState, tensors: RuleTensors) -> None:
     q, v = tensors.q, tensors.v
     slots = v.shape[0] if state.state_indices is None else state.S.shape[0]
     expected = [slots, v.shape[1], q.shape[2], v.shape[2]]
-    for name, x in (("S", state.S), ("M", state.M)):
-        check_decode_state(f"{name} of the state", x, expected, compute_dtype(q), q)
+    check_decode_state("S of the state", state.S, expected, compute_dtype(q), q)
+    if state.M is not None:
+        check_decode_state("M of the state", state.M, expected, compute_dtype(q), q)
 
 
 def check_gate_values(tensors: RuleTensors) -> None:
@@ -167,8 +169,9 @@ def check_gate_values(tensors: RuleTensors) -> None:
     while compiling."""
     if tensors.log_alpha.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    for name, gate in tensors.gates.items():
-        if name.startswith("log_"):
-            check_log_decay(name, gate)
-        elif not bool(((gate >= 0) & (gate < float("inf"))).all()):
-            raise ValueError(f"{name} must be finite and >= 0, got {worst(gate, largest=False)}")
+    check_log_decay("log_alpha", tensors.log_alpha)
+    check_log_decay("log_mu", tensors.log_mu)
+    check_weight("beta", tensors.beta)
+    check_weight("eta", tensors.eta)
+    if tensors.direct is not None:
+        check_weight("direct", tensors.direct)

@@ -253,7 +253,7 @@ def momentum_delta_step(
     eta: Tensor,
     direct: Tensor | None,
     S: Tensor,
-    M: Tensor,
+    M: Tensor | None,
     state_indices: Tensor | None,
     scale: float,
     l2norm: bool,

@@ -83,8 +83,8 @@ class StepState(NamedTuple):
 
     S: Tensor
     """[slots, HV, K, V]"""
-    M: Tensor
-    """[slots, HV, K, V]"""
+    M: Tensor | None
+    """[slots, HV, K, V]; None: mu is 0, so nothing of M has to be kept"""
     state_indices: Tensor | None = None
     """int64 [B]"""
 

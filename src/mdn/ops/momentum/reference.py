@@ -49,6 +49,7 @@ class TokenInputs(NamedTuple):
     beta: Tensor
     eta: Tensor
     direct: Tensor | None
+    alpha: Tensor  # [B, T, HV, 1 or K]: exp(log_alpha), a factor of rows
 
     @property
     def gates(self) -> tuple[Tensor | None, ...]:
@@ -57,19 +58,30 @@ class TokenInputs(NamedTuple):
     @classmethod
     def of(cls, tensors: RuleTensors, options: RuleOptions) -> TokenInputs:
         dtype = compute_dtype(tensors.q)
-        q, k, v = (x.to(dtype) for x in (tensors.q, tensors.k, tensors.v))
-        gates = {name: gate.to(dtype) for name, gate in tensors.gates.items()}
+        q, k, v = tensors.q.to(dtype), tensors.k.to(dtype), tensors.v.to(dtype)
         p = None if tensors.p is None else tensors.p.to(dtype)
+        log_alpha = tensors.log_alpha.to(dtype)
         if options.l2norm:
             q, k, p = l2norm(q), l2norm(k), None if p is None else l2norm(p)
         p = k if p is None else p
         groups = v.shape[-2] // q.shape[-2]
         if groups > 1:
             q, k, p = (x.repeat_interleave(groups, dim=-2) for x in (q, k, p))
+        alpha = per_row(log_alpha.exp(), k)
         if options.p_times_alpha:
-            p = p * per_row(gates["log_alpha"].exp(), p)
-        direct = gates.pop("direct", None)
-        return cls(q * options.scale, k, v, p, **gates, direct=direct)
+            p = p * alpha
+        return cls(
+            q * options.scale,
+            k,
+            v,
+            p,
+            log_alpha,
+            tensors.log_mu.to(dtype),
+            tensors.beta.to(dtype),
+            tensors.eta.to(dtype),
+            None if tensors.direct is None else tensors.direct.to(dtype),
+            alpha,
+        )
 
     def tokens(self, start: int, end: int) -> TokenInputs:
         return TokenInputs(*(None if x is None else x[:, start:end] for x in self))  # type: ignore[arg-type]
@@ -108,8 +120,8 @@ def _one_sequence(streams: TokenInputs, state: Tensor, block_size: int, lookahea
 
 
 def _token_by_token(streams: TokenInputs, state: Tensor, lookahead: bool) -> tuple[Tensor, Tensor]:
-    q, k, v, p, log_alpha, log_mu, beta, eta, direct = streams
-    alpha, mu, beta = (per_row(x, k).unsqueeze(-1) for x in (log_alpha.exp(), log_mu.exp(), beta))  # [.., 1 or K, 1]
+    q, k, v, p, _, log_mu, beta, eta, direct, alpha = streams
+    alpha, mu, beta = (per_row(x, k).unsqueeze(-1) for x in (alpha, log_mu.exp(), beta))  # [.., 1 or K, 1]
     S, M = state.unbind(0)
     outputs = []
     for t in range(q.shape[1]):
@@ -165,23 +177,29 @@ def per_row(gate: Tensor, like: Tensor) -> Tensor:
 def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tensor:
     """One token, q [B, H, K], with S and M [slots, HV, K, V] updated in place: a functional step would allocate and
     fault in both states for every token."""
-    q, k, v, p, log_alpha, log_mu, beta, eta, direct = TokenInputs.of(tensors, options)
-    alpha, mu = per_row(log_alpha.exp(), k), per_row(log_mu.exp(), k)  # [B, HV, 1 or K]
+    q, k, v, p, _, log_mu, beta, eta, direct, alpha = TokenInputs.of(tensors, options)
+    mu = per_row(log_mu.exp(), k)  # [B, HV, 1 or K]
     S, M, state_indices = state
     if state_indices is not None:
-        S, M = S.index_select(0, state_indices), M.index_select(0, state_indices)
+        S = S.index_select(0, state_indices)
+        M = None if M is None else M.index_select(0, state_indices)
 
     probed = torch.matmul((alpha * p if options.lookahead else p).unsqueeze(-2), S).squeeze(-2)
-    if options.lookahead:
+    if options.lookahead and M is not None:
         probed = probed - torch.matmul((beta.unsqueeze(-1) * mu * p).unsqueeze(-2), M).squeeze(-2)
     r = (v - probed).unsqueeze(-2)
-    M.mul_(mu.unsqueeze(-1)).addcmul_((eta.unsqueeze(-1) * k).unsqueeze(-1), r, value=-1)
-    S.mul_(alpha.unsqueeze(-1)).addcmul_(M, beta[..., None, None], value=-1)
+    write, beta = (eta.unsqueeze(-1) * k).unsqueeze(-1), per_row(beta, k).unsqueeze(-1)  # [B, HV, K, 1], [B, HV, 1, 1]
+    S.mul_(alpha.unsqueeze(-1))
+    if M is None:
+        S.addcmul_(beta * write, r)
+    else:
+        S.addcmul_(M.mul_(mu.unsqueeze(-1)).addcmul_(write, r, value=-1), beta, value=-1)
     if direct is not None:
         S.addcmul_((direct.unsqueeze(-1) * k).unsqueeze(-1), r)
     o = torch.matmul(q.unsqueeze(-2), S).squeeze(-2)
 
     if state_indices is not None:
         state.S.index_copy_(0, state_indices, S)
-        state.M.index_copy_(0, state_indices, M)
+        if state.M is not None and M is not None:
+            state.M.index_copy_(0, state_indices, M)
     return o.to(tensors.v.dtype)

@@ -26,7 +26,7 @@ def momentum_delta_step(
     p: Tensor | None = None,
     beta: Tensor | None = None,
     eta: Tensor | None = None,
-    state: Tensor | tuple[Tensor, Tensor] | None = None,
+    state: Tensor | tuple[Tensor, Tensor | None] | None = None,
     *,
     direct: Tensor | None = None,
     lookahead: bool = False,
@@ -43,7 +43,7 @@ def momentum_delta_step(
         q, k, p: ``[B, H, K]``; v: ``[B, HV, V]``; gates: ``[B, HV]``. p None means k, beta and eta None mean ones,
             direct None means zeros.
         state: required; ``[2, slots, HV, K, V]`` (S, then M), or the pair (S, M); float32, or float64 for float64
-            inputs.
+            inputs. (S, None) is the rule with mu = 0, which forgets M at every token: log_mu is not read.
         state_indices: int64 or int32 ``[B]``, the slot of each row; None means row b uses slot b. Slots must be
             distinct and exist: checked for CPU tensors; on a GPU, where reading them would stop the stream, Triton
             skips a row whose slot does not exist (its o is zero).
@@ -59,7 +59,7 @@ def momentum_delta_step(
 
 def checked_step(
     tensors: RuleTensors,
-    state: Tensor | tuple[Tensor, Tensor] | None,
+    state: Tensor | tuple[Tensor, Tensor | None] | None,
     state_indices: Tensor | None,
     settings: StepSettings,
     check_gates: bool,
@@ -97,13 +97,18 @@ _PREPARED: dict[Any, Any] = {}
 """the steps of all rules that were checked before, by signature; emptied when it grows too long"""
 
 
-def prepared_once(settings: Hashable, tensors: Iterable[Tensor | None], prepare: Callable[[], Step]) -> Step:
-    """The step for tensors like these. Decoding repeats the same shapes; looking them up takes a fraction of the time
-    of checking them."""
-    signature = (settings, *map(_signature, tensors))
+def prepared_once(
+    settings: Hashable, tensors: Iterable[Tensor | None], prepare: Callable[..., Step], *arguments: Any
+) -> Step:
+    """``prepare(*arguments)``: the step for tensors like these. Decoding repeats the same shapes; looking them up takes
+    a fraction of the time of checking them."""
+    try:  # everything about a tensor that the checks look at
+        signature = (settings, *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+    except AttributeError:  # not a tensor: the checks name the argument
+        return prepare(*arguments)
     run: Step | None = _PREPARED.get(signature)
     if run is None:
-        run = prepare()
+        run = prepare(*arguments)
         if len(_PREPARED) >= 256:
             _PREPARED.clear()
         _PREPARED[signature] = run
@@ -115,17 +120,11 @@ def step_function(tensors: RuleTensors, state: StepState, settings: StepSettings
     MDN_BACKEND changes.)"""
     if torch.compiler.is_compiling():
         return _checked_step(tensors, state, settings)
-    run = prepared_once(("momentum", settings), (*tensors, *state), lambda: _checked_step(tensors, state, settings))
-    if state.S.data_ptr() == state.M.data_ptr() != 0:  # an address is no part of the signature
+    run = prepared_once(settings, (*tensors, *state), _checked_step, tensors, state, settings)
+    S, M, _ = state
+    if M is not None and S.data_ptr() == M.data_ptr() != 0:  # an address is no part of the signature
         raise ValueError("S and M of the state must be different memory to be updated in place, got the same twice")
     return run
-
-
-def _signature(x: Tensor | None) -> tuple[Any, ...] | None:
-    """All of a tensor that the checks look at; of anything else its type."""
-    if x is None:
-        return None
-    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x),)
 
 
 def _checked_step(tensors: RuleTensors, state: StepState, settings: StepSettings) -> StepFunction:
@@ -133,12 +132,11 @@ def _checked_step(tensors: RuleTensors, state: StepState, settings: StepSettings
     checks.check_tensors(tensors, rank=3, vector=settings.vector)
     checks.check_step_state(state, tensors)
     lookahead = settings.lookahead
-    options = RuleOptions(
-        check_scale(settings.scale, tensors.q),
-        l2norm=settings.l2norm,
-        p_times_alpha=checks.check_probe(settings.p_times_alpha, lookahead),
-        lookahead=lookahead,
-    )
+    p_times_alpha = checks.check_probe(settings.p_times_alpha, lookahead)
+    if state.M is None and lookahead:  # alpha S - beta mu M = alpha S
+        lookahead, p_times_alpha = False, True
+    scale = check_scale(settings.scale, tensors.q)
+    options = RuleOptions(scale, l2norm=settings.l2norm, p_times_alpha=p_times_alpha, lookahead=lookahead)
     features, family = features_of(tensors, lookahead), tensors.family
     chosen = backends.resolve(settings.backend, tensors.q, family, tensors.v, features=features)
     if torch.compiler.is_compiling() or tensors.q.device.type == "meta":

@@ -31,7 +31,7 @@ def decode_kernel(
     eta,
     direct,  # or None: 0
     S,  # [slots, HV, K, V] with the strides below, as is M
-    M,
+    M,  # or None: mu is 0
     state_indices,  # [B], or None: row b has slot b
     o,  # [B, HV, V]
     S_slot_stride,
@@ -71,9 +71,12 @@ def decode_kernel(
     mask = (rows < K)[:, None] & (columns < tl.where(exists, V, 0))[None, :]
 
     S_at = S + slot * S_slot_stride + head * S_head_stride + rows[:, None] * S_row_stride + columns[None, :]
-    M_at = M + slot * M_slot_stride + head * M_head_stride + rows[:, None] * M_row_stride + columns[None, :]
     S_tile = tl.load(S_at, mask=mask, other=0.0).to(COMPUTE)  # [BK, BV]
-    M_tile = tl.load(M_at, mask=mask, other=0.0).to(COMPUTE)  # [BK, BV]
+    if M is None:
+        M_tile = tl.zeros_like(S_tile)
+    else:
+        M_at = M + slot * M_slot_stride + head * M_head_stride + rows[:, None] * M_row_stride + columns[None, :]
+        M_tile = tl.load(M_at, mask=mask, other=0.0).to(COMPUTE)  # [BK, BV]
     k_t = tl.load(k + key_row * K + rows, mask=rows < K, other=0.0).to(COMPUTE)  # [BK]
     q_t = tl.load(q + key_row * K + rows, mask=rows < K, other=0.0).to(COMPUTE)  # [BK]
     if p is None:
@@ -105,5 +108,6 @@ def decode_kernel(
         S_tile += direct_t * write
     o_t = tl.sum(S_tile * normalise(q_t, L2NORM)[:, None], axis=0) * scale
     tl.store(S_at, S_tile.to(S.dtype.element_ty), mask=mask)
-    tl.store(M_at, M_tile.to(M.dtype.element_ty), mask=mask)
+    if M is not None:
+        tl.store(M_at, M_tile.to(M.dtype.element_ty), mask=mask)
     tl.store(o + value_row * V + columns, tl.where(exists, o_t, 0.0).to(o.dtype.element_ty), mask=inside)

@@ -299,7 +299,7 @@ def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tenso
     q, v, S, M = tensors.q, tensors.v, state.S, state.M
     refuse_unsupported(q, v)
     for name, tensor in (("S", S), ("M", M)):
-        if tensor.stride(-1) != 1:
+        if tensor is not None and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
     batch, heads, key_dim = q.shape
     value_heads, value_dim = v.shape[1:]
@@ -313,7 +313,7 @@ def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tenso
     }
     arguments |= {"S": S, "M": M, "slots": S.shape[0], "state_indices": state.state_indices, "o": o}
     arguments |= zip(("S_slot_stride", "S_head_stride", "S_row_stride"), S.stride()[:3])
-    arguments |= zip(("M_slot_stride", "M_head_stride", "M_row_stride"), M.stride()[:3])
+    arguments |= zip(("M_slot_stride", "M_head_stride", "M_row_stride"), (0, 0, 0) if M is None else M.stride()[:3])
     arguments |= {"H": heads, "HV": value_heads, "K": key_dim, "V": value_dim, "scale": options.scale}
     arguments |= {"BK": power_of_two(key_dim), "BV": tile.value_block}
     arguments |= {"L2NORM": options.l2norm, "P_TIMES_ALPHA": options.p_times_alpha}

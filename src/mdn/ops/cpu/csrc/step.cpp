@@ -161,10 +161,10 @@ void step_head(const void* context, long unit) {
         if (step.lookahead) load_key<Element>(step, head.p_M, p, key_row, head.beta * head.mu);
         step.lookahead ? find_residual<true>(head) : find_residual<false>(head);
     }
-    if (step.direct != nullptr)
-        update_states<true, true>(head);
+    if (step.has_momentum)
+        step.direct != nullptr ? update_states<true, true>(head) : update_states<true, false>(head);
     else
-        step.has_momentum ? update_states<true, false>(head) : update_states<false, false>(head);
+        step.direct != nullptr ? update_states<false, true>(head) : update_states<false, false>(head);
     store_row(static_cast<Element*>(step.o) + unit * step.value_dim, head.o, step.value_dim);
 }
 
