@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from mdn.bench import op, op_peers, op_vector
+from mdn.bench import op, op_general, op_peers
 from mdn.bench.op_accuracy import accuracy_table
 from mdn.bench.op_results import CONTROL, tables, too_busy
 from mdn.cli import main
@@ -104,19 +105,26 @@ def test_bad_arguments_are_one_line_and_exit_code_2(capsys) -> None:
     assert "--plot draws times" in capsys.readouterr().err
 
 
-def test_the_rule_with_vector_decays_is_measured_beside_kda(capsys, tmp_path: Path) -> None:
-    assert main(["bench", "op", "--vector", "--quick", "--json", str(tmp_path / "vector.json")]) == 0
+def test_the_options_of_the_general_rule_are_measured_beside_the_plain_one(capsys, tmp_path: Path) -> None:
+    assert main(["bench", "op", "--general", "--quick", "--json", str(tmp_path / "general.json")]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in op_vector.FORMS)
-    content = json.loads((tmp_path / "vector.json").read_text())["vector"]
-    assert max(content["correctness"].values()) < 1e-12
-    assert main(["bench", "op", "--vector", "--accuracy"]) == 2
+    assert all(name in printed for name in op_general.forms())
+    content = json.loads((tmp_path / "general.json").read_text())["general"]
+    assert set(content["correctness"]) == set(content["seconds"]) == set(op_general.forms())
+    assert main(["bench", "op", "--general", "--accuracy"]) == 2
+
+
+def test_a_form_that_leaves_its_recurrence_is_not_timed(monkeypatch) -> None:
+    form = op_general.forms()["KDA"]
+    wrong = dataclasses.replace(form, recurrence=lambda **inputs: (1.001 * form.recurrence(**inputs)[0], None))
+    with pytest.raises(RuntimeError, match="KDA is off by"):
+        op_general.check_correct(wrong)
 
 
 def test_a_step_that_holds_a_matrix_is_seen_in_the_peak_memory(monkeypatch) -> None:
-    def holds_a_matrix(name, shape):
+    def holds_a_matrix(form, shape):
         return lambda: torch.ones(shape.time, 2**18).sum()  # T MiB
 
-    monkeypatch.setattr(op_vector, "training_step", holds_a_matrix)
-    grown = op_vector._grown_by_a_step(op_vector.KDA, op_peers.RuleShape(1, 128, 1, 1, 1))
+    monkeypatch.setattr(op_general, "training_step", holds_a_matrix)
+    grown = op_general._grown_by_a_step("KDA", op_peers.RuleShape(1, 128, 1, 1, 1))
     assert grown is None or grown >= 50 * 2**20

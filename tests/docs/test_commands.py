@@ -101,7 +101,7 @@ SHORT = {
     "mdn report runs/demo runs/ablate --out page.html": "",
     "mdn bench op": "--quick",
     "mdn bench op --accuracy": "--quick",
-    "mdn bench op --vector": "--quick",
+    "mdn bench op --general": "--quick",
     "mdn bench decode": (
         "--mixers momentum_deltanet,attention --hidden-size 64 --layers 1 --heads 2 --contexts 16 --batches 1 "
         "--repeats 1 --seconds 0.01"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mdn.bench import op_vector
+from mdn.bench import op_general
 from mdn.common.results import Table
 
 CONTROL = "matrix product (control)"
@@ -15,9 +15,9 @@ SCALES = 1.5
 
 
 def tables(content: dict[str, Any]) -> list[Table]:
-    """Everything that was measured; with ``--accuracy`` only the errors, with ``--vector`` only the vector rule."""
-    if "vector" in content:
-        return [op_vector.table(content["vector"])]
+    """Everything that was measured; with ``--accuracy`` only the errors, with ``--general`` only the general rule."""
+    if "general" in content:
+        return [op_general.table(content["general"])]
     if "shapes" not in content:
         return [_accuracy(content["accuracy"])]
     return [

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--accuracy", action="store_true", help="only the table of errors over log_mu")
-    only.add_argument("--vector", action="store_true", help="only the rule with vector decays, beside KDA")
+    only.add_argument("--general", action="store_true", help="only the direct write, the look-ahead and vector decays")
     parser.add_argument("--threads", type=positive_int, metavar="N", help="threads of torch (default: torch's choice)")
     add_output_arguments(parser)
 
@@ -26,15 +26,15 @@ def run(args: argparse.Namespace) -> int:
     from mdn.bench.op_results import draw, remarks, tables
     from mdn.common.results import write_results
 
-    if args.plot and (args.accuracy or args.vector):
-        only = "--accuracy" if args.accuracy else "--vector"
+    if args.plot and (args.accuracy or args.general):
+        only = "--accuracy" if args.accuracy else "--general"
         raise ValueError(f"--plot draws times per token, which {only} does not measure; leave one of them out")
     try:
         content = _measure(args)
     except RuntimeError as error:  # a peer computes something else: no figure is worth showing
         print(f"mdn: benchmark stopped: {error}")
         return 1
-    if not args.accuracy and not args.vector:
+    if not args.accuracy and not args.general:
         print("\n".join(remarks(content)) + "\n")
     print(*tables(content), sep="\n\n")
     write_results(args.json, "op", content)
@@ -46,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    from mdn.bench import op, op_vector
+    from mdn.bench import op, op_general
     from mdn.bench.op_accuracy import accuracy_table
 
     if args.accuracy:
         return {"accuracy": accuracy_table()}
-    if args.vector:
-        return {"vector": op_vector.run(quick=args.quick)}
+    if args.general:
+        return {"general": op_general.run(quick=args.quick)}
     return op.run(quick=args.quick, threads=args.threads)
