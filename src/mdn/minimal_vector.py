@@ -55,8 +55,8 @@ def one_token(q: Tensor, k: Tensor, alpha: Tensor, mu: Tensor, beta: Tensor, eta
     step = torch.cat([torch.cat([alpha.diag(), -(beta * mu).diag()], 1), torch.cat([zero.diag(), mu.diag()], 1)])
     read_q, read_p = torch.cat([alpha * q, -beta * mu * q]), torch.cat([alpha * k, zero])
     write = torch.cat([at_once * k, -eta * k])
-    rows = (x.unsqueeze(0) for x in (read_q, read_p, write))
-    return Run(*rows, (at_once * (q @ k)).reshape(1, 1), torch.zeros(1, 1, dtype=k.dtype), step)
+    read_q, read_p, write = (x.unsqueeze(0) for x in (read_q, read_p, write))
+    return Run(read_q, read_p, write, (at_once * (q @ k)).reshape(1, 1), torch.zeros(1, 1, dtype=k.dtype), step)
 
 
 def merge(first: Run, second: Run) -> Run:
@@ -90,7 +90,8 @@ def chunkwise(x: Inputs, S: Tensor, M: Tensor, chunk_size: int = 16) -> tuple[Te
         residual = torch.linalg.solve_triangular(run.scores_p, target, upper=False, unitriangular=True)
         outputs.append((run.read_q @ X + run.scores_q @ residual) * x.q.shape[-1] ** -0.5)
         X = run.step @ X + run.write.T @ residual
-    return torch.cat(outputs), *X.chunk(2)
+    S, M = X.chunk(2)
+    return torch.cat(outputs), S, M
 
 
 def random_inputs(T: int, K: int, V: int) -> tuple[Inputs, Tensor, Tensor]:

@@ -9,8 +9,16 @@ import torch
 from mdn.bench.paper_form import log_domain_coefficients, masked_coefficients, paper_chunk_momentum_delta_rule
 from mdn.cli import main
 from mdn.common.results import read_results
-from mdn.experiments import ablation
-from mdn.experiments.ablation import EXACT, PAPER, ROWS, AblationCell, AblationScale, ablation_cells, choose_rows
+from mdn.experiments.ablation_cells import (
+    EXACT,
+    PAPER,
+    ROWS,
+    AblationCell,
+    AblationScale,
+    ablation_cells,
+    choose_rows,
+    train_ablation,
+)
 from mdn.experiments.ablation_results import summarise, tables
 from mdn.experiments.grid import run_cell
 from mdn.experiments.paper_backend import paper_backend
@@ -34,7 +42,7 @@ def scale(tmp_path, monkeypatch):
 
 
 def result_of(cell, out):
-    return run_cell(cell, lambda cell: ablation.train_ablation(cell, out), out)[1]
+    return run_cell(cell, lambda cell: train_ablation(cell, out), out)[1]
 
 
 def test_every_row_builds_a_model_that_differs_from_the_full_one_as_it_says(tmp_path):
@@ -71,7 +79,7 @@ def test_a_cell_trains_measures_growth_and_is_not_run_twice(tmp_path, scale, mon
     assert result["held_out"]["bits_per_byte"] > 0
     assert result["largest state rms in training"] > 0
     assert [entry["layer"] for entry in result["growth"]] == [0, 1]
-    monkeypatch.setattr(ablation, "train", lambda recipe: pytest.fail("trained again"))
+    monkeypatch.setattr("mdn.experiments.ablation_cells.train", lambda recipe: pytest.fail("trained again"))
     assert result_of(cell, out) == result
     with pytest.raises(ValueError, match="other settings"):
         result_of(AblationCell("alpha_max = 1", 0, EXACT, AblationScale(steps=4)), out)
@@ -81,7 +89,7 @@ def test_a_diverged_cell_names_its_step(tmp_path, scale, monkeypatch):
     def fail(recipe):
         raise NonFiniteError("loss nan, gradient norm nan", step=17)
 
-    monkeypatch.setattr(ablation, "train", fail)
+    monkeypatch.setattr("mdn.experiments.ablation_cells.train", fail)
     result = result_of(AblationCell("full", 0, EXACT, scale), tmp_path / "out")
     assert result["diverged"] == 17
     assert len(result["growth"]) == 2  # of the initial values

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
 
     from mdn.common.results import write_results
     from mdn.common.workers import processes_from
-    from mdn.experiments.ablation import AblationScale, ablation_cells, choose_rows, train_ablation
+    from mdn.experiments.ablation_cells import AblationScale, ablation_cells, choose_rows, train_ablation
     from mdn.experiments.ablation_results import draw, summarise, tables
     from mdn.experiments.grid import run_grid
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from mdn.common.plots import COLOURS, figure, powers_of_ten
 from mdn.common.results import Table
-from mdn.experiments.ablation import EXACT, PAPER, ROWS
+from mdn.experiments.ablation_cells import EXACT, PAPER, ROWS
 
 GROWS = 6.0
 """log10: a disturbance that becomes a million times larger counts as growth of the state"""

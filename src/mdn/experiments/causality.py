@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mdn.common.plots import COLOURS, figure, legend_outside
 from mdn.common.results import Table
-from mdn.experiments.ablation import EXACT, AblationCell, AblationScale
+from mdn.experiments.ablation_cells import EXACT, AblationCell, AblationScale
 from mdn.experiments.mqar import MqarRecipe, segment_accuracy, train_cell_model
 from mdn.layers.momentum_deltanet import MomentumDeltaNet
 

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from mdn.layers.mixer import ProjectedMixer, Rule, columns, shared_head_dim
-from mdn.layers.norms import GatedRMSNorm, RMSNorm
+from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, columns
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import writing_strength
 
@@ -39,26 +38,11 @@ class DeltaNet(ProjectedMixer):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__(
-            hidden_size,
-            num_heads=num_heads,
-            head_k_dim=shared_head_dim("expand_k", expand_k, hidden_size, num_heads),
-            head_v_dim=shared_head_dim("expand_v", expand_v, hidden_size, num_heads),
-            use_short_conv=use_short_conv,
-            conv_size=conv_size,
-            conv_bias=conv_bias,
-            backend=backend,
-            layer_idx=layer_idx,
-        )
+        heads = Heads.sharing(hidden_size, expand_k, expand_v, num_heads)
+        super().__init__(hidden_size, heads, ConvSettings(use_short_conv, conv_size, conv_bias), backend, layer_idx)
         self.allow_neg_eigval = allow_neg_eigval
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if use_beta else None
-        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
-        self.use_gate = use_gate
-        if use_gate:
-            self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "swish")
-            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        else:
-            self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
+        self.add_output(norm_eps, "swish", use_gate)
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:
         if self.b_proj is None:

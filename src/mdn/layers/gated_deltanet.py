@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mdn.layers.mixer import ProjectedMixer, Rule, columns, value_head_dim
-from mdn.layers.norms import GatedRMSNorm, RMSNorm
+from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, columns
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
 
@@ -42,30 +41,14 @@ class GatedDeltaNet(ProjectedMixer):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__(
-            hidden_size,
-            num_heads=num_heads,
-            num_v_heads=num_v_heads,
-            head_k_dim=head_dim,
-            head_v_dim=value_head_dim(head_dim, expand_v),
-            use_short_conv=use_short_conv,
-            conv_size=conv_size,
-            conv_bias=conv_bias,
-            backend=backend,
-            layer_idx=layer_idx,
-        )
+        heads = Heads.of_width(head_dim, expand_v, num_heads, num_v_heads)
+        super().__init__(hidden_size, heads, ConvSettings(use_short_conv, conv_size, conv_bias), backend, layer_idx)
         self.allow_neg_eigval = allow_neg_eigval
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
-        self.use_gate = use_gate
-        if use_gate:
-            self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, output_gate_activation)
-            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        else:
-            self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
+        self.add_output(norm_eps, output_gate_activation, use_gate)
         self.reset_parameters()
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:

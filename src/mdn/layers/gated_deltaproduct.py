@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mdn.layers.cache_access import LayerState
-from mdn.layers.mixer import ProjectedMixer, Rule, columns, value_head_dim
-from mdn.layers.norms import GatedRMSNorm
+from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, columns
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
 from mdn.ops.first_order.variants import chunk_gated_delta_product
@@ -47,28 +46,15 @@ class GatedDeltaProduct(ProjectedMixer):
     ):
         if num_householder < 1:
             raise ValueError(f"num_householder must be at least 1, got {num_householder}")
-        super().__init__(
-            hidden_size,
-            num_heads=num_heads,
-            num_v_heads=num_v_heads,
-            head_k_dim=head_dim,
-            head_v_dim=value_head_dim(head_dim, expand_v),
-            steps_per_token=num_householder,
-            use_short_conv=use_short_conv,
-            conv_size=conv_size,
-            conv_bias=conv_bias,
-            backend=backend,
-            layer_idx=layer_idx,
-        )
+        heads = Heads.of_width(head_dim, expand_v, num_heads, num_v_heads)
+        conv = ConvSettings(use_short_conv, conv_size, conv_bias)
+        super().__init__(hidden_size, heads, conv, backend, layer_idx, steps_per_token=num_householder)
         self.allow_neg_eigval = allow_neg_eigval
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, num_householder * self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
-        self.use_gate = True
-        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "swish")
-        self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        self.add_output(norm_eps)
         self.reset_parameters()
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdn.layers.mixer import ProjectedMixer, Rule, shared_head_dim
+from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, low_rank
 from mdn.layers.norms import GatedRMSNorm
 from mdn.ops import first_order
 
@@ -41,22 +41,10 @@ class GatedLinearAttention(ProjectedMixer):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__(
-            hidden_size,
-            num_heads=num_heads,
-            head_k_dim=shared_head_dim("expand_k", expand_k, hidden_size, num_heads),
-            head_v_dim=shared_head_dim("expand_v", expand_v, hidden_size, num_heads),
-            use_short_conv=use_short_conv,
-            conv_size=conv_size,
-            conv_bias=conv_bias,
-            backend=backend,
-            layer_idx=layer_idx,
-        )
+        heads = Heads.sharing(hidden_size, expand_k, expand_v, num_heads)
+        super().__init__(hidden_size, heads, ConvSettings(use_short_conv, conv_size, conv_bias), backend, layer_idx)
         self.gate_logit_normalizer, self.clamp_min = gate_logit_normalizer, clamp_min
-        self.gk_proj = nn.Sequential(
-            nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
-            nn.Linear(gate_low_rank_dim, self.key_dim, bias=True),
-        )
+        self.gk_proj = low_rank(hidden_size, gate_low_rank_dim, self.key_dim, bias=True)
         self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, norm_eps, "swish")
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)

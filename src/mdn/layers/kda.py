@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mdn.layers.mixer import ProjectedMixer, Rule, value_head_dim
-from mdn.layers.norms import GatedRMSNorm
+from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, low_rank
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
 
@@ -40,32 +39,15 @@ class KimiDeltaAttention(ProjectedMixer):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__(
-            hidden_size,
-            num_heads=num_heads,
-            num_v_heads=num_v_heads,
-            head_k_dim=head_dim,
-            head_v_dim=value_head_dim(head_dim, expand_v),
-            use_short_conv=use_short_conv,
-            conv_size=conv_size,
-            conv_bias=conv_bias,
-            backend=backend,
-            layer_idx=layer_idx,
-        )
+        heads = Heads.of_width(head_dim, expand_v, num_heads, num_v_heads)
+        super().__init__(hidden_size, heads, ConvSettings(use_short_conv, conv_size, conv_bias), backend, layer_idx)
         self.allow_neg_eigval, self.lower_bound = allow_neg_eigval, lower_bound
         gate_dim = self.num_v_heads * head_dim
-        self.f_proj = nn.Sequential(
-            nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, gate_dim, bias=False)
-        )
+        self.f_proj = low_rank(hidden_size, self.head_v_dim, gate_dim)
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
-        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
-        self.use_gate = True
-        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid")
-        self.g_proj = nn.Sequential(
-            nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, self.value_dim, bias=True)
-        )
+        self.add_output(norm_eps, "sigmoid", gate_rank=self.head_v_dim)
         self.reset_parameters()
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdn.layers.cache_access import LayerState
-from mdn.layers.mixer import ProjectedMixer, Rule, StateShape, shared_head_dim
+from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, StateShape
 from mdn.layers.norms import RMSNorm
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops import first_order
@@ -69,15 +69,8 @@ class LinearAttention(ProjectedMixer):
     ):
         if feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map must be one of {sorted(FEATURE_MAPS)}, got {feature_map!r}")
-        super().__init__(
-            hidden_size,
-            num_heads=num_heads,
-            head_k_dim=shared_head_dim("expand_k", expand_k, hidden_size, num_heads),
-            head_v_dim=shared_head_dim("expand_v", expand_v, hidden_size, num_heads),
-            use_short_conv=False,
-            backend=backend,
-            layer_idx=layer_idx,
-        )
+        heads = Heads.sharing(hidden_size, expand_k, expand_v, num_heads)
+        super().__init__(hidden_size, heads, ConvSettings(used=False), backend, layer_idx)
         self.do_feature_map_norm = do_feature_map_norm
         self.feature_map_q = FEATURE_MAPS[feature_map](self.head_k_dim)
         self.feature_map_k = FEATURE_MAPS[feature_map](self.head_k_dim)

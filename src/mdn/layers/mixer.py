@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mdn.layers.cache_access import LayerState
 from mdn.layers.conv import ShortConvolution
 from mdn.layers.init import initialise
-from mdn.layers.norms import RMSNorm
+from mdn.layers.norms import GatedRMSNorm, RMSNorm
 from mdn.layers.token_layout import TokenLayout, make_layout
 from mdn.ops.boundaries import SequenceBoundaries
 
@@ -234,6 +234,42 @@ def run_pack(
     return torch.cat([first.unsqueeze(0), rest], dim=1)
 
 
+class Heads(NamedTuple):
+    """How many heads a mixer has, and how wide they are."""
+
+    keys: int  # H
+    values: int  # HV, a multiple of H
+    key_dim: int  # K
+    value_dim: int  # V
+
+    @classmethod
+    def of_width(cls, head_dim: int, expand_v: float, num_heads: int, num_v_heads: int | None = None) -> Heads:
+        """Heads of K = ``head_dim`` and V = ``expand_v * head_dim``, whatever the model's width."""
+        size = round(head_dim * expand_v)
+        if not math.isclose(head_dim * expand_v, size, rel_tol=1e-5) or size < 1:
+            raise ValueError(f"expand_v * head_dim must be a positive integer, got {expand_v} * {head_dim}")
+        return cls(num_heads, num_heads if num_v_heads is None else num_v_heads, head_dim, size)
+
+    @classmethod
+    def sharing(cls, hidden_size: int, expand_k: float, expand_v: float, num_heads: int) -> Heads:
+        """Heads that share ``expand_k * hidden_size`` channels of keys and ``expand_v * hidden_size`` of values."""
+        dims = []
+        for name, factor in (("expand_k", expand_k), ("expand_v", expand_v)):
+            size = factor * hidden_size / num_heads
+            if size != int(size) or size < 1:
+                raise ValueError(f"{name} * hidden_size / num_heads must be a positive integer, got {size}")
+            dims.append(int(size))
+        return cls(num_heads, num_heads, *dims)
+
+
+class ConvSettings(NamedTuple):
+    """The short convolutions of q, k and v."""
+
+    used: bool
+    size: int = 4
+    bias: bool = False
+
+
 class Streams(NamedTuple):
     """Queries and keys ``[..., H, K]`` and values ``[..., HV, V]`` before the rule."""
 
@@ -245,8 +281,8 @@ class Streams(NamedTuple):
 class ProjectedMixer(Mixer):
     """Projections, short convolutions, a rule, a norm; see the top of the file.
 
-    The constructor makes the first part. The subclass adds its gates and, if it does not replace ``output``, the
-    modules ``o_proj``, ``o_norm`` and with ``use_gate`` also ``g_proj``. A rule with one matrix state is given by
+    The constructor makes the first part. The subclass adds its gates and, if it does not replace ``output``, calls
+    ``add_output``. A rule with one matrix state is given by
     ``chunk_rule``, ``step_rule`` and ``rule_inputs``; another one by ``run`` and ``step``.
     Convolution states are number 0, 1, 2 of the cache layer (q, k, v), recurrent states are numbered from 0.
     """
@@ -280,36 +316,43 @@ class ProjectedMixer(Mixer):
     def __init__(
         self,
         hidden_size: int,
-        *,
-        num_heads: int,
-        num_v_heads: int | None = None,
-        head_k_dim: int,
-        head_v_dim: int,
+        heads: Heads,
+        conv: ConvSettings,
+        backend: str,
+        layer_idx: int | None,
         steps_per_token: int = 1,
-        use_short_conv: bool = True,
-        conv_size: int = 4,
-        conv_bias: bool = False,
-        backend: str = "auto",
-        layer_idx: int | None = None,
     ):
         """``steps_per_token``: how many keys and values a token has in every head; they lie side by side, so that k is
         ``[B, T, H, steps * K]`` and v ``[B, T, HV, steps * V]``."""
         super().__init__(hidden_size, layer_idx, backend)
-        self.num_heads = num_heads
-        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        if self.num_v_heads < 1 or self.num_v_heads % num_heads != 0:
-            raise ValueError(f"num_v_heads must be a multiple of num_heads={num_heads}, got {self.num_v_heads}")
-        self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
-        self.key_dim, self.value_dim = num_heads * head_k_dim, self.num_v_heads * head_v_dim
-        self.steps_per_token, self.use_short_conv, self.conv_size = steps_per_token, use_short_conv, conv_size
+        if heads.values < 1 or heads.values % heads.keys != 0:
+            raise ValueError(f"num_v_heads must be a multiple of num_heads={heads.keys}, got {heads.values}")
+        self.num_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim = heads
+        self.key_dim, self.value_dim = heads.keys * heads.key_dim, heads.values * heads.value_dim
+        self.steps_per_token, self.use_short_conv, self.conv_size = steps_per_token, conv.used, conv.size
         keys, values = steps_per_token * self.key_dim, steps_per_token * self.value_dim
         self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(hidden_size, values, bias=False)
-        if use_short_conv:
-            self.q_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias)
-            self.k_conv1d = ShortConvolution(keys, conv_size, conv_bias)
-            self.v_conv1d = ShortConvolution(values, conv_size, conv_bias)
+        if conv.used:
+            self.q_conv1d = ShortConvolution(self.key_dim, conv.size, conv.bias)
+            self.k_conv1d = ShortConvolution(keys, conv.size, conv.bias)
+            self.v_conv1d = ShortConvolution(values, conv.size, conv.bias)
+
+    def add_output(
+        self, norm_eps: float, activation: str = "swish", use_gate: bool = True, gate_rank: int | None = None
+    ) -> None:
+        """The modules of ``output``; with ``gate_rank`` the gate's projection is of low rank."""
+        self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
+        self.use_gate = use_gate
+        if not use_gate:
+            self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
+            return
+        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, activation)
+        if gate_rank is None:
+            self.g_proj = nn.Linear(self.hidden_size, self.value_dim, bias=False)
+        else:
+            self.g_proj = low_rank(self.hidden_size, gate_rank, self.value_dim, bias=True)
 
     # ---------------------------------------------------------------- the rule
 
@@ -425,17 +468,6 @@ def columns(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "colwise")
 
 
-def value_head_dim(head_dim: int, expand_v: float) -> int:
-    """V = ``expand_v * head_dim``, which must be an integer."""
-    size = round(head_dim * expand_v)
-    if not math.isclose(head_dim * expand_v, size, rel_tol=1e-5) or size < 1:
-        raise ValueError(f"expand_v * head_dim must be a positive integer, got {expand_v} * {head_dim}")
-    return size
-
-
-def shared_head_dim(name: str, factor: float, hidden_size: int, num_heads: int) -> int:
-    """The head dimension where all heads share ``factor * hidden_size`` channels; ``name`` is the factor's name."""
-    size = factor * hidden_size / num_heads
-    if size != int(size) or size < 1:
-        raise ValueError(f"{name} * hidden_size / num_heads must be a positive integer, got {size}")
-    return int(size)
+def low_rank(inputs: int, rank: int, outputs: int, bias: bool = False) -> nn.Sequential:
+    """W_2 W_1 x, or W_2 W_1 x + b."""
+    return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias))

@@ -39,8 +39,7 @@ from torch import Tensor, nn
 from mdn import ops
 from mdn.layers.cache_access import LayerState
 from mdn.layers.init import checked_initial_range
-from mdn.layers.mixer import ProjectedMixer, StateShape, columns, value_head_dim
-from mdn.layers.norms import GatedRMSNorm, RMSNorm
+from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, StateShape, columns
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.cpu.layers import GateTensors
@@ -349,18 +348,8 @@ class MomentumDeltaNet(ProjectedMixer):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__(
-            hidden_size,
-            num_heads=num_heads,
-            num_v_heads=num_v_heads,
-            head_k_dim=head_dim,
-            head_v_dim=value_head_dim(head_dim, expand_v),
-            use_short_conv=use_short_conv,
-            conv_size=conv_size,
-            conv_bias=conv_bias,
-            backend=backend,
-            layer_idx=layer_idx,
-        )
+        heads = Heads.of_width(head_dim, expand_v, num_heads, num_v_heads)
+        super().__init__(hidden_size, heads, ConvSettings(use_short_conv, conv_size, conv_bias), backend, layer_idx)
         if tau_factor < 1:
             raise ValueError(f"tau_factor must be at least 1, got {tau_factor}")
         settings = GateSettings(
@@ -379,13 +368,8 @@ class MomentumDeltaNet(ProjectedMixer):
         self.gate_map = StabilityGates(settings)
         self.rule = MomentumRule(mode, momentum_block_size, use_p_times_alpha, backend)
         self._add_gate_parameters(use_momentum, bound_alpha or bound_beta, use_output_correction)
-        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
-        self.use_gate = use_gate
-        if use_gate:
-            self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, gate_activation)
-            self.g_proj = self._gate_projection(use_lora_gate, lora_gate_rank)
-        else:
-            self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
+        rank = self.head_v_dim if lora_gate_rank is None else lora_gate_rank
+        self.add_output(norm_eps, gate_activation, use_gate, rank if use_lora_gate else None)
         self.reset_parameters()
 
     def _add_gate_parameters(self, use_momentum: bool, bounded: bool, use_output_correction: bool) -> None:
@@ -404,12 +388,6 @@ class MomentumDeltaNet(ProjectedMixer):
         self.nu_bias = nn.Parameter(torch.empty(self.num_v_heads)) if mixes else None
         self.log_factor = nn.Parameter(torch.empty(self.num_heads)) if bounded else None
         self.D_log = nn.Parameter(torch.empty(self.num_heads)) if use_output_correction else None
-
-    def _gate_projection(self, low_rank: bool, rank: int | None) -> nn.Module:
-        if not low_rank:
-            return nn.Linear(self.hidden_size, self.value_dim, bias=False)
-        rank = self.head_v_dim if rank is None else rank
-        return nn.Sequential(nn.Linear(self.hidden_size, rank, bias=False), nn.Linear(rank, self.value_dim, bias=True))
 
     @property
     def has_momentum(self) -> bool:

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from mdn import ops
 from mdn.layers.cache_access import LayerState
 from mdn.layers.init import checked_initial_range
-from mdn.layers.mixer import ProjectedMixer, StateShape, value_head_dim
-from mdn.layers.norms import GatedRMSNorm
+from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, StateShape, low_rank
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops.first_order.gates import log_decay_from
 
@@ -53,42 +52,25 @@ class MomentumKDA(ProjectedMixer):
         backend: str = "auto",
         layer_idx: int | None = None,
     ):
-        super().__init__(
-            hidden_size,
-            num_heads=num_heads,
-            num_v_heads=num_v_heads,
-            head_k_dim=head_dim,
-            head_v_dim=value_head_dim(head_dim, expand_v),
-            use_short_conv=use_short_conv,
-            conv_size=conv_size,
-            conv_bias=conv_bias,
-            backend=backend,
-            layer_idx=layer_idx,
-        )
+        heads = Heads.of_width(head_dim, expand_v, num_heads, num_v_heads)
+        super().__init__(hidden_size, heads, ConvSettings(use_short_conv, conv_size, conv_bias), backend, layer_idx)
         if tau_factor < 1:
             raise ValueError(f"tau_factor must be at least 1, got {tau_factor}")
         self.tau, self.min_log_mu = math.sqrt(hidden_size / tau_factor), min_log_mu
         self.log_factor_init = checked_initial_range("log_factor_init", log_factor_init)
-        heads, gate_dim = self.num_v_heads, self.num_v_heads * head_dim
-        self.f_proj = nn.Sequential(
-            nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, gate_dim, bias=False)
-        )
-        self.b_proj = nn.Linear(hidden_size, heads, bias=False)
-        self.m_proj = nn.Linear(hidden_size, heads, bias=False)
-        self.e_proj = nn.Linear(hidden_size, heads, bias=False)
-        self.n_proj = nn.Linear(hidden_size, heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(heads))
+        gates, gate_dim = self.num_v_heads, self.num_v_heads * head_dim
+        self.f_proj = low_rank(hidden_size, self.head_v_dim, gate_dim)
+        self.b_proj = nn.Linear(hidden_size, gates, bias=False)
+        self.m_proj = nn.Linear(hidden_size, gates, bias=False)
+        self.e_proj = nn.Linear(hidden_size, gates, bias=False)
+        self.n_proj = nn.Linear(hidden_size, gates, bias=False)
+        self.A_log = nn.Parameter(torch.empty(gates))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
-        self.Mu_log = nn.Parameter(torch.empty(heads))
-        self.mu_bias = nn.Parameter(torch.empty(heads))
-        self.nu_bias = nn.Parameter(torch.empty(heads))
-        self.log_factor = nn.Parameter(torch.empty(heads))
-        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
-        self.use_gate = True
-        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid")
-        self.g_proj = nn.Sequential(
-            nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, self.value_dim, bias=True)
-        )
+        self.Mu_log = nn.Parameter(torch.empty(gates))
+        self.mu_bias = nn.Parameter(torch.empty(gates))
+        self.nu_bias = nn.Parameter(torch.empty(gates))
+        self.log_factor = nn.Parameter(torch.empty(gates))
+        self.add_output(norm_eps, "sigmoid", gate_rank=self.head_v_dim)
         self.reset_parameters()
 
     def gates(self, hidden_states: Tensor) -> dict[str, Tensor]:

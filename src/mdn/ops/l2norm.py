@@ -8,5 +8,5 @@ from torch import Tensor
 L2NORM_EPS = 1e-6
 
 
-def l2norm(x: Tensor, eps: float = L2NORM_EPS) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+def l2norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)

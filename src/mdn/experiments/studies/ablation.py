@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mdn.experiments.ablation import SMALL
+from mdn.experiments.ablation_cells import SMALL
 from mdn.experiments.studies.language import LanguageTask
 from mdn.experiments.studies.study import EQUAL_PARAMETERS, SMALL_MODEL, Comparison, Study
 

@@ -57,6 +57,36 @@ def momentum_delta_step(
     return checked_step(tensors, state, state_indices, settings, check_gates)
 
 
+def vector_momentum_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor,
+    log_mu: Tensor,
+    p: Tensor | None = None,
+    beta: Tensor | None = None,
+    eta: Tensor | None = None,
+    state: Tensor | tuple[Tensor, Tensor | None] | None = None,
+    *,
+    direct: Tensor | None = None,
+    lookahead: bool = False,
+    scale: float | None = None,
+    state_indices: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_p_times_alpha: bool = True,
+    backend: str = "auto",
+    check_gates: bool = True,
+) -> Tensor:
+    """One token for every row, the state updated in place. Returns ``o [B, HV, V]``.
+
+    Arguments as in ``momentum_delta_step``, but ``log_alpha`` is ``[B, HV, K]`` and ``log_mu`` ``[B, HV]`` or
+    ``[B, HV, K]``.
+    """
+    tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct)
+    settings = StepSettings(scale, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead, backend, vector=True)
+    return checked_step(tensors, state, state_indices, settings, check_gates)
+
+
 def checked_step(
     tensors: RuleTensors,
     state: Tensor | tuple[Tensor, Tensor | None] | None,
