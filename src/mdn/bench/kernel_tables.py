@@ -8,13 +8,13 @@ rewrites what stands between `<!-- table NAME -->` and `<!-- end -->` in the pag
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from mdn.bench.kernels import total_ms
+from mdn.common.results import fill_page
 
 
 def table(header: list[str], rows: Iterable[list[str]]) -> str:
@@ -137,13 +137,7 @@ def fill(page: str, report: dict[str, Any]) -> str:
         "resources-256": resources(report, 256),
         "variants": variants(report),
     }
-    for name, text in tables.items():
-        marked = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        place = marked.search(page)
-        if place is None:
-            raise ValueError(f"the page has no place for a table: expected <!-- table {name} --> and <!-- end -->")
-        page = page[: place.start()] + place[1] + text + "\n" + place[2] + page[place.end() :]
-    return page
+    return fill_page(page, tables)
 
 
 if __name__ == "__main__":

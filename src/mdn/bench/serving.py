@@ -133,12 +133,10 @@ class BenchmarkedEngine:
         return held * page
 
 
-def bench(
-    models: list[str], batches: list[int], contexts: list[int], size: ServingSize, rounds: int, page_gib: int = 1
-) -> dict[str, Any]:
+def bench(models: list[str], batches: list[int], contexts: list[int], size: ServingSize, rounds: int) -> dict[str, Any]:
     """Rows of (model, batch) with tokens per second and latencies, and of (model, context) with bytes."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(page_gib))
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB for the pages of each engine
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     facts = machine()
@@ -149,7 +147,8 @@ def bench(
     for batch in batches:
         timings = {name: Timings() for name in models}
         for number in tqdm(range(rounds + 1), desc=f"batch {batch}", leave=False):
-            for name, engine in engines.items():
+            turns = list(engines.items())[:: -1 if number % 2 else 1]  # none always follows the same one
+            for name, engine in turns:
                 engine.round(batch, size, timings[name] if number else Timings())  # the first one warms up
         rows += _rows(timings, batch, size)
     memory = [
@@ -161,7 +160,14 @@ def bench(
 
     parameters = {name: count_parameters(config) for name, config in configs.items()}
     shape = dataclasses.asdict(size)
-    return {"size": shape, "machine": facts, "parameters": parameters, "rows": rows, "memory": memory}
+    return {
+        "size": shape,
+        "machine": facts,
+        "rounds": rounds,
+        "parameters": parameters,
+        "rows": rows,
+        "memory": memory,
+    }
 
 
 def _rows(timings: dict[str, Timings], batch: int, size: ServingSize) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -85,6 +86,16 @@ class Table:
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def fill_page(page: str, tables: dict[str, str]) -> str:
+    """The page with each text of ``tables`` between `<!-- table NAME -->` and `<!-- end -->`."""
+    for name, text in tables.items():
+        place = re.search(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", page, re.DOTALL)
+        if place is None:
+            raise ValueError(f"the page has no place for a table: expected <!-- table {name} --> and <!-- end -->")
+        page = page[: place.start()] + place[1] + text + "\n" + place[2] + page[place.end() :]
+    return page
 
 
 def command_line() -> str:

@@ -19,12 +19,17 @@ WITHOUT_STATES = "MomentumDeltaNetTransformerForCausalLM"
 """a name for vLLM only: what it must know of a model with recurrent layers is wrong for one that is all attention"""
 
 
+RECURRENT_BACKEND = "MDN_RECURRENT"
+"""vLLM's name for the metadata of our recurrent layers (``batch``)"""
+
+
 def register() -> None:
     """Makes the architecture known to vLLM; calling it again changes nothing."""
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
     import mdn.models  # registers the configuration with transformers' AutoConfig
     from mdn.common.loading import import_plugins_of_environment
@@ -36,6 +41,9 @@ def register() -> None:
     MODEL_ARCH_CONFIG_CONVERTORS[model_type] = ArchitectureFacts
     ModelRegistry.register_model(ARCHITECTURE, "mdn.vllm.served_model:ServedForCausalLM")
     ModelRegistry.register_model(WITHOUT_STATES, "mdn.vllm.served_model:ServedTransformer")
+    # Here and not where it is used, because the workers send it to the process of the engine.
+    if RECURRENT_BACKEND not in MambaAttentionBackendEnum.__members__:
+        MambaAttentionBackendEnum.register(RECURRENT_BACKEND, "mdn.vllm.batch.RecurrentBackend")
     # Compiled graphs end before this op, as before vLLM's own attention, so that it sees the batch of every step.
     if "mdn::serve_mixer" not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append("mdn::serve_mixer")

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from mdn.layers import TokenLayout
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.vllm import RECURRENT_BACKEND
 
 
 class StepBoundaries(NamedTuple):
@@ -95,7 +95,7 @@ def _boundaries(edges: Tensor, device: torch.device) -> SequenceBoundaries:
 class RecurrentBackend(AttentionBackend):
     @staticmethod
     def get_name() -> str:
-        return "MDN_RECURRENT"
+        return RECURRENT_BACKEND
 
     @staticmethod
     def get_builder_cls() -> type[StepMetadataBuilder]:
@@ -104,14 +104,6 @@ class RecurrentBackend(AttentionBackend):
     @classmethod
     def is_ssm(cls) -> bool:
         return True
-
-
-def recurrent_backend() -> Any:
-    """The member of vLLM's enumeration that stands for the backend, added at the first call."""
-    name = RecurrentBackend.get_name()
-    if name not in MambaAttentionBackendEnum.__members__:
-        MambaAttentionBackendEnum.register(name, f"{RecurrentBackend.__module__}.{RecurrentBackend.__qualname__}")
-    return MambaAttentionBackendEnum[name]
 
 
 class StepLayouts:

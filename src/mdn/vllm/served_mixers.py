@@ -19,11 +19,13 @@ from vllm.model_executor.layers.attention import Attention as CachedAttention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from mdn.layers import Attention, ChannelMixing, Mixer, TokenLayout
 from mdn.layers.cache_access import MixedPack
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.vllm.batch import StepLayouts, StepMetadata, recurrent_backend
+from mdn.vllm import RECURRENT_BACKEND
+from mdn.vllm.batch import StepLayouts, StepMetadata
 from mdn.vllm.states import DecodeState, LayerStates, PrefillState
 
 
@@ -62,7 +64,7 @@ class ServedRecurrence(ServedMixer, MambaBase):
 
     @property
     def mamba_type(self) -> Any:
-        return recurrent_backend()
+        return MambaAttentionBackendEnum[RECURRENT_BACKEND]
 
     # ---------------------------------------------------------------- one step
 
