@@ -13,6 +13,8 @@ from mdn.models import decode_program
 from mdn.models.decode_program import DecodeProgram
 from small_models import relative_error, small_model, tokens
 
+pytestmark = pytest.mark.native
+
 
 def steps(model, cache, ids):
     """Logits of decode steps over ids [B, T]."""

@@ -148,12 +148,14 @@ def test_cross_entropy(shape: tuple[int, int], every_instruction_set: None) -> N
     check(lambda logits: cross_entropy_sum(logits, labels), [random(*shape, scale=10)], 3e-6)
 
 
+@pytest.mark.native
 def test_labels_that_are_no_classes_are_refused() -> None:
     for wrong in (7, -1):
         with pytest.raises(ValueError, match="labels must be -100 or below the 7 classes"):
             cross_entropy_sum(random(2, 7), torch.tensor([0, wrong]))
 
 
+@pytest.mark.native
 def test_inputs_that_are_not_contiguous_and_threads_change_nothing() -> None:
     x, gate, before = random(400, 200), random(400, 200, seed=1), torch.get_num_threads()
     weight = random(200, seed=2)

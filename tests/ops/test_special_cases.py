@@ -65,6 +65,7 @@ def general(**changes: float | Tensor) -> Tensors:
     return inputs | changes | filled
 
 
+@pytest.mark.native
 def test_a_direct_write_of_zero_changes_nothing_bit_for_bit() -> None:
     inputs = general(direct=0.0)
     without = {name: x for name, x in inputs.items() if name != "direct"}

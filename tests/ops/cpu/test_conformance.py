@@ -7,6 +7,8 @@ import pytest
 from conformance import run_suite
 from mdn.ops import cpu
 
+pytestmark = pytest.mark.native
+
 
 @pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512"])
 def test_every_instruction_set_passes_the_conformance_suite(instruction_set: str, monkeypatch) -> None:

@@ -17,6 +17,8 @@ from mdn.ops import SequenceBoundaries, chunk_momentum_delta_rule, cpu, explain_
 from mdn.ops.cpu import bindings
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 
+pytestmark = pytest.mark.native
+
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,13 @@ def fresh_library(monkeypatch: pytest.MonkeyPatch):
     bindings._find.cache_clear()
 
 
-def test_the_kernel_is_built_here_and_the_best_variant_is_chosen() -> None:
+def has_compiler() -> bool:
+    compiler = shutil.which(os.environ.get("CXX") or "c++")
+    return compiler is not None and subprocess.run([compiler, "--version"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+def test_the_kernel_is_built_where_a_compiler_is_and_the_best_variant_is_chosen() -> None:
     assert cpu.why_unavailable() is None
     capability = torch.backends.cpu.get_cpu_capability()
     if capability in ("AVX2", "AVX512"):
@@ -49,12 +56,14 @@ def test_a_missing_library_is_explained(fresh_library: pytest.MonkeyPatch, tmp_p
         cpu.forward(inputs(T=2), None, OPTIONS, False)
 
 
+@pytest.mark.native
 def test_a_broken_library_is_explained(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "_kernel_baseline.so").write_bytes(b"not a library")
     fresh_library.setenv("MDN_CPU_LIBRARY_DIR", str(tmp_path))
     assert "does not load" in cpu.why_unavailable()
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("name", ["sse9", "avx512"])
 def test_an_instruction_set_that_cannot_be_used_is_refused(fresh_library: pytest.MonkeyPatch, name: str) -> None:
     fresh_library.setenv("MDN_CPU_ISA", name)
@@ -69,6 +78,7 @@ class LongerProblem(bindings.Problem):
 OTHER_STRUCTS = {**bindings.STRUCTS, "mdn_interface": (LongerProblem, bindings.Step, bindings.Linear)}
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("change", [{"INTERFACE_VERSION": 99}, {"STRUCTS": OTHER_STRUCTS}])
 def test_a_library_built_from_other_sources_is_refused(
     fresh_library: pytest.MonkeyPatch, change: dict[str, object]
@@ -96,6 +106,7 @@ def one_call(seed: int) -> torch.Tensor:
     return torch.cat([x.flatten() for x in (o, state, *gradients) if x is not None])
 
 
+@pytest.mark.native
 def test_several_python_threads_may_call_at_once() -> None:
     wanted = [one_call(seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as pool:
@@ -113,6 +124,7 @@ def _child(connection, given: RuleTensors, threads: int) -> None:
     connection.send([gradient.flatten()[:50].tolist() for gradient in gradients if gradient is not None])
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("threads", [0, 1])
 def test_a_forked_child_can_call_after_the_parent_did(threads: int) -> None:
     """As in a DataLoader worker, which sets one thread, and in a child that keeps all of them."""
@@ -137,12 +149,14 @@ def test_a_forked_child_can_call_after_the_parent_did(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.native
 def test_denormals_are_restored_after_a_call() -> None:
     one_call(1)
     smallest = torch.tensor([1e-40])
     assert (smallest * 1.0).item() != 0
 
 
+@pytest.mark.native
 def test_memory_of_inference_tensors_can_be_used() -> None:
     wanted = one_call(2)
     with torch.inference_mode():

@@ -10,6 +10,8 @@ import torch
 from mdn.ops.cpu import bindings
 from mdn.ops.cpu.linear import FORMATS, PackedWeight, linear, pack, unpack
 
+pytestmark = pytest.mark.native
+
 HALF_ULP = 2.0**-24
 """of float32"""
 

@@ -108,6 +108,7 @@ def test_a_step_refuses_decays_above_one(rule: str, backend: str):
     step(rule)(**tensors | {name: -tensors[name]}, state=state, backend=backend, check_gates=False)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_runs_on_the_backend_that_was_requested(rule: str, monkeypatch: pytest.MonkeyPatch):
     def kernel(*arguments: Any, **options: Any) -> Tensor:
@@ -124,6 +125,7 @@ def test_a_step_runs_on_the_backend_that_was_requested(rule: str, monkeypatch: p
         step(rule)(**token(rule, V=5), state=torch.zeros(2, 2, 8, 5), backend="cpu")
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("rule", RULES)
 def test_steps_on_both_backends_agree_for_slots_in_a_strided_state(rule: str):
     tensors, indices = token(rule), torch.tensor([4, 0], dtype=torch.int32)
@@ -137,6 +139,7 @@ def test_steps_on_both_backends_agree_for_slots_in_a_strided_state(rule: str):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.native
 def test_p_may_have_the_heads_of_v_on_every_backend():
     tensors = arguments("comba", T=9, H=2, HV=4, dtype=torch.float32)
     wide = tensors | {"p": tensors["p"].repeat_interleave(2, 2)}
