@@ -36,6 +36,7 @@ COMMANDS: dict[str, str | dict[str, str]] = {
         "train": "mdn.cli.bench_train",
         "serve": "mdn.cli.bench_serve",
         "kernels": "mdn.cli.bench_kernels",
+        "context-parallel": "mdn.cli.bench_context_parallel",
     },
     "analyze": {
         "spectra": "mdn.cli.analyze_spectra",

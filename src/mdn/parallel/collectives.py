@@ -15,6 +15,12 @@ from torch import Tensor
 Group = dist.ProcessGroup | None
 
 
+class Traffic:
+    """For measurements: bytes that this process has received in the collectives below."""
+
+    received = 0
+
+
 def group_size(group: Group) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
@@ -29,6 +35,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     if ranks == 1:
         return x.unsqueeze(0)
     gathered = x.new_empty(ranks, *x.shape)
+    Traffic.received += gathered.nbytes - x.nbytes
     dist.all_gather_single(gathered.view(-1), x.flatten(), group=group)
     return gathered
 
@@ -46,6 +53,7 @@ class _AllGather(torch.autograd.Function):
         if grad.shape[0] == 1:
             return grad[0], None
         own = grad.new_empty(grad.shape[1:])
+        Traffic.received += grad.nbytes - own.nbytes
         dist.reduce_scatter_single(own.view(-1), grad.flatten(), group=ctx.group)
         return own, None
 
