@@ -71,7 +71,7 @@ def op_case(
     ranks_per_node: int | None = None,
     with_state: bool = True,
 ) -> Errors:
-    """Outputs, states and every gradient of one op."""
+    """Outputs, states and every gradient of one op; without gradients, where less is computed, outputs and states."""
     ranks = dist.get_world_size()
     lengths = patterns(tokens_per_rank * ranks + ranks - 1, ranks)[documents]
     boundaries = SequenceBoundaries.from_lengths(lengths)
@@ -99,9 +99,13 @@ def op_case(
     here, parts, own_initial = run(local, state, context_parallel=plan)
     share = (here.final_state * state_weights).sum() / ranks  # every rank has all of it
     ((here.o * plan.scatter(weights)).sum() + share).backward()
+    with torch.no_grad():
+        plain = function(**local, initial_state=state if with_state else None, **options, context_parallel=plan)
     errors = {
         "o": relative(plan.gather(here.o), whole.o),
         "final_state": relative(here.final_state, whole.final_state),
+        "o without gradients": relative(plan.gather(plain.o), whole.o),
+        "final_state without gradients": relative(plain.final_state, whole.final_state),
     }
     for name, x in parts.items():
         errors[f"grad {name}"] = relative(plan.gather(x.grad), leaves[name].grad)

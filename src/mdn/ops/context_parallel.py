@@ -5,10 +5,11 @@ it, and so are the outputs, because every rule is linear in its state and its va
 
     X' = E + A X        o_t = o_t(X = 0) + C_t X
 
-Calls of the ordinary rule give all three, without gradients: with the values and no incoming state E, and with zero
-values and the identity as the initial state (``rows`` columns) A and C. The ranges exchange (A, E), fold what lies to
-their left into their incoming state X, and run the ordinary rule from it. A document that begins inside a range starts
-from its own state, so that A of the range is zero.
+Calls of the rule give all three, without gradients: with the values and no incoming state E, and with zero values and
+the identity as the initial state (``rows`` columns) A and C. Where only states are needed, the rule is told so: outputs
+are a third of its work. The ranges exchange (A, E), fold what lies to their left into their incoming state X, and run
+the ordinary rule from it. A document that begins inside a range starts from its own state, so that A of the range is
+zero.
 
 In the backward pass a range needs the gradient G of the state that it hands on. F = sum_t C_t^T grad_o_t + A^T grad_X'
 is what its own tokens and states contribute to the gradient of X; the ranges exchange F from right to left, and then
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
 
 TokenTensors = Mapping[str, Tensor | None]
 """the tensors ``[1, T, ...]`` of a call by name; the values are ``v``"""
-RangeRule = Callable[[TokenTensors, Tensor | None, SequenceBoundaries], "RangeOutput"]
-"""of the tensors, the initial states ``[N, HV, rows, V]`` and where the sequences begin"""
+RangeRule = Callable[[TokenTensors, Tensor | None, SequenceBoundaries, bool], "RangeOutput"]
+"""of the tensors, the initial states ``[N, HV, rows, V]``, where the sequences begin, and whether outputs are needed"""
 
 
 class RangeOutput(NamedTuple):
     o: Tensor
-    """[1, T, HV, V]"""
+    """[1, T, HV, V]; perhaps an empty tensor if outputs were not needed"""
     X: Tensor
     """[N, HV, rows, V]: the states after the last tokens"""
 
@@ -96,7 +97,7 @@ def over_ranges(
     starts = None if initial is None else plan.initial_of_pieces(initial)
     with active_plan(None):
         if not plan.is_connected:
-            o, X = rule(tensors, starts, plan.boundaries)
+            o, X = rule(tensors, starts, plan.boundaries, True)
         else:
             o, X = _connected(rule, tensors, rows, plan, starts)
     return o, plan.final_of_documents(X, initial) if output_final else None
@@ -109,25 +110,34 @@ def _connected(
     v = tensors["v"]
     assert v is not None
     if not continuing:  # every document here begins here: the ordinary pass is the summary
-        o, X = rule(tensors, starts, plan.boundaries)
+        o, X = rule(tensors, starts, plan.boundaries, True)
         nothing = X.new_zeros(plan.slots, X.shape[1], rows, rows)
         exchanged = plan.exchange(X.detach()[plan.last_pieces], nothing)
         return RangeOutput(*_Border.apply(o, X, None, None, exchanged, plan))
+    slots = [slot for slot, number in enumerate(plan.own_ranges) if plan.continues[number]]
+    transits = [plan.transits[plan.own_ranges[slot]] for slot in slots]
+    given = (*tensors.values(), starts)
+    has_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    chosen = [place for place in range(len(slots)) if has_backward or transits[place]]
     with torch.no_grad():
         E = _outgoing(rule, tensors, rows, plan, starts)
-        response = _response(rule, tensors, rows, plan, continuing)
         A = E.new_zeros(plan.slots, v.shape[2], rows, rows)
-        slots = [slot for slot, number in enumerate(plan.own_ranges) if plan.continues[number]]
-        for place, slot in enumerate(slots):
-            if plan.transits[plan.own_ranges[slot]]:
-                A[slot] = response.X[place]
+        C = response_A = None
+        if chosen:
+            numbers = [continuing[place] for place in chosen]
+            C, response_A = _response(rule, tensors, rows, plan, numbers, has_backward)
+            for place, of_piece in zip(chosen, response_A):
+                if transits[place]:
+                    A[slots[place]] = of_piece
         exchanged = plan.exchange(E, A)
         incoming = exchanged.states[slots]
     if starts is None:
         starts = incoming.new_zeros(len(plan.pieces), *incoming.shape[1:])
     starts = starts.index_copy(0, _index(continuing, v), incoming.to(starts.dtype))
-    o, X = rule(tensors, starts, plan.boundaries)
-    return RangeOutput(*_Border.apply(o, X, response.o, response.X, exchanged, plan))
+    o, X = rule(tensors, starts, plan.boundaries, True)
+    if not has_backward:
+        return RangeOutput(o, X)
+    return RangeOutput(*_Border.apply(o, X, C, response_A, exchanged, plan))
 
 
 class _Border(torch.autograd.Function):
@@ -181,22 +191,23 @@ def _outgoing(
         tokens = _tokens(plan, chosen, v)
         own = None if starts is None else starts[chosen]
         lengths = SequenceBoundaries.from_lengths([_length(plan, i) for i in chosen], v.device)
-        X = rule(_part(tensors, tokens), own, lengths).X
+        X = rule(_part(tensors, tokens), own, lengths, False).X
         E[[plan.last_pieces.index(i) for i in chosen]] = X
     return E
 
 
 def _response(
-    rule: RangeRule, tensors: TokenTensors, rows: int, plan: ContextParallelPlan, numbers: list[int]
+    rule: RangeRule, tensors: TokenTensors, rows: int, plan: ContextParallelPlan, numbers: list[int], outputs: bool
 ) -> RangeOutput:
-    """C ``[1, T', HV, rows]`` and A ``[n, HV, rows, rows]`` of the pieces that continue a document."""
+    """C ``[1, T', HV, rows]`` (if needed) and A ``[n, HV, rows, rows]`` of some pieces."""
     v = tensors["v"]
     assert v is not None
     tokens = _tokens(plan, numbers, v)
     parts = _part(tensors, tokens) | {"v": v.new_zeros(1, tokens.numel(), v.shape[2], rows)}
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     identity = torch.eye(rows, dtype=dtype, device=v.device).expand(len(numbers), v.shape[2], rows, rows)
-    return rule(parts, identity, SequenceBoundaries.from_lengths([_length(plan, i) for i in numbers], v.device))
+    lengths = SequenceBoundaries.from_lengths([_length(plan, i) for i in numbers], v.device)
+    return rule(parts, identity, lengths, outputs)
 
 
 def _part(tensors: TokenTensors, tokens: Tensor) -> dict[str, Tensor | None]:

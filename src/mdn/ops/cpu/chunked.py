@@ -148,10 +148,10 @@ def _forward(
     erase: bool,
 ) -> ForwardResult:
     call = _start(tensors, boundaries, options, erase)
-    o = torch.empty(call.value_shape, dtype=call.dtype)
+    o = torch.empty(call.value_shape if options.outputs else 0, dtype=call.dtype)
     residual = torch.empty(call.value_shape if save_residual else 0, dtype=torch.float32)
     final_state = torch.empty(call.state_shape, dtype=torch.float32)
-    call.point_at(o=o, residual=residual if save_residual else None)
+    call.point_at(o=o if options.outputs else None, residual=residual if save_residual else None)
     call.point_at_state("final", final_state)
     check_result(library().mdn_forward(byref(call.problem)))
     return ForwardResult(o.to(tensors.v.dtype), final_state, residual)

@@ -38,9 +38,13 @@ from mdn.ops.shared_checks import without_autocast
 
 
 def chunk_scalar_decay(
-    x: PreparedTensors, initial_state: Tensor, boundaries: SequenceBoundaries | None, chunk_size: int
+    x: PreparedTensors,
+    initial_state: Tensor,
+    boundaries: SequenceBoundaries | None,
+    chunk_size: int,
+    outputs: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs ``[B, T, HV, V]`` and final states ``[N, HV, K, V]``, in the dtype of the computation."""
+    """Outputs ``[B, T, HV, V]`` (if needed) and final states ``[N, HV, K, V]``, in the dtype of the computation."""
     scan = chunk_scan(x.v, boundaries, chunk_size)
     S0 = scan.rank_states(initial_state)
     with without_autocast(x.v):
@@ -59,6 +63,8 @@ def chunk_scalar_decay(
             erase = (p @ k.transpose(-1, -2)) * one_row_down(gamma_S)
             values, probes = solve_unit_lower(erase, v, one_row_down(abar, first=1.0) * p)
             starts, residual, final = state_scan(whole, S0, scan.rounds, values, probes, writes)
+        if not outputs:
+            return v.new_empty(0), scan.unrank_states(final)
         attend = (q @ k.transpose(-1, -2)) * gamma_S
         o = (abar * q) @ starts + attend @ residual
     return scan.join(o), scan.unrank_states(final)

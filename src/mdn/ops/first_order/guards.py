@@ -14,7 +14,7 @@ from mdn.ops.first_order.inputs import FirstOrderTensors
 from mdn.ops.shared_checks import has_tangents
 
 Computed = tuple[Tensor, Tensor]
-"""outputs [B, T, HV, V] and final states [N, HV, K, V]"""
+"""outputs [B, T, HV, V], or an empty tensor if they are not needed, and final states [N, HV, K, V]"""
 
 
 def contain_damage(
@@ -24,14 +24,14 @@ def contain_damage(
 ) -> Computed:
     """``compute`` once, or once more without damaged numbers (mdn.ops.containment): k, v, p and e are looked at."""
     o, final = compute(tensors)
-    if not looks_damaged(o):
+    if not looks_damaged(o if o.numel() else final):
         return o, final
     damage = damage_of(tensors.v, (tensors.k, tensors.p, tensors.erase_key), boundaries).to(o.dtype)
     if not bool(damage.isnan().any()):
         return o, final  # the rule itself has diverged, or q was damaged, which concerns its own token only
     p, e = (None if x is None else repaired(x) for x in (tensors.p, tensors.erase_key))
     o, final = compute(tensors._replace(k=repaired(tensors.k), v=repaired(tensors.v), p=p, erase_key=e))
-    return o + damage, final + at_the_end(damage, boundaries).unsqueeze(-2)
+    return o + damage if o.numel() else o, final + at_the_end(damage, boundaries).unsqueeze(-2)
 
 
 def refuse_transforms(function: str, instead: str, tensors: tuple[Tensor | None, ...]) -> None:

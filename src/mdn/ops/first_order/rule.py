@@ -43,6 +43,8 @@ class SharedArguments(NamedTuple):
     normalize: bool = False
     """linear attention only"""
     context_parallel: ContextParallelPlan | None = None
+    outputs: bool = True
+    """False: only the final state is needed, as inside context parallelism; o may be left out, as an empty tensor"""
 
 
 HINTS = ("cu_seqlens_cpu", "chunk_indices", "safe_gate", "disable_recompute")
@@ -98,16 +100,18 @@ class Rule:
             return self._call_fla(tensors, shared, hints)
         initial, boundaries = self._initial_state(tensors, shared)
         if chosen == "cpu" and not self.vector:  # the kernel contains damage by itself
-            options = RuleOptions(scale, chunk_size, shared.use_qk_l2norm_in_kernel, self.p_times_alpha)
+            normalise = shared.use_qk_l2norm_in_kernel
+            options = RuleOptions(scale, chunk_size, normalise, self.p_times_alpha, outputs=shared.outputs)
             computed = native_scalar_decay(tensors, initial, boundaries, options, self.erases)
             return _finish(computed, tensors.v, shared)
-        form = chunk_vector_decay if self.vector else chunk_scalar_decay
 
         def compute(given: FirstOrderTensors) -> Computed:
             prepared = self._prepare(given, scale, shared.use_qk_l2norm_in_kernel)
             if chosen == "cpu":
                 return native_vector_decay(prepared, initial, boundaries)
-            return form(prepared, initial, boundaries, chunk_size)
+            if self.vector:
+                return chunk_vector_decay(prepared, initial, boundaries, chunk_size)
+            return chunk_scalar_decay(prepared, initial, boundaries, chunk_size, shared.outputs)
 
         return _finish(contain_damage(compute, tensors, boundaries), tensors.v, shared)
 
@@ -126,8 +130,10 @@ class Rule:
         count = plan.documents.num_sequences
         initial = None if shared.initial_state is None else self._states(count, tensors, shared)
 
-        def rule(part: TokenTensors, state: Tensor | None, boundaries: SequenceBoundaries) -> RangeOutput:
-            call = plain._replace(initial_state=state, cu_seqlens=boundaries)
+        def rule(
+            part: TokenTensors, state: Tensor | None, boundaries: SequenceBoundaries, outputs: bool
+        ) -> RangeOutput:
+            call = plain._replace(initial_state=state, cu_seqlens=boundaries, outputs=outputs)
             o, final = self.chunk(FirstOrderTensors(**part), call, chunk_size, backend, hints)  # type: ignore[arg-type]
             assert final is not None
             return RangeOutput(o, final)

@@ -332,6 +332,8 @@ class ChunkCall(NamedTuple):
     context_parallel: ContextParallelPlan | None
     vector: bool = False
     """whether log_alpha has a number for every key dimension"""
+    outputs: bool = True
+    """False: only the final state is needed"""
 
 
 def chunk_form(tensors: RuleTensors, call: ChunkCall) -> MomentumOutput:
@@ -341,9 +343,11 @@ def chunk_form(tensors: RuleTensors, call: ChunkCall) -> MomentumOutput:
     if plan is not None:
         alone = call._replace(output_final_state=True, context_parallel=None)
 
-        def rule(part: TokenTensors, state: Tensor | None, boundaries: SequenceBoundaries) -> MomentumOutput:
+        def rule(
+            part: TokenTensors, state: Tensor | None, boundaries: SequenceBoundaries, outputs: bool
+        ) -> MomentumOutput:
             given = RuleTensors(**part, initial_state=state)  # type: ignore[arg-type]
-            return chunk_form(given, alone._replace(cu_seqlens=boundaries))
+            return chunk_form(given, alone._replace(cu_seqlens=boundaries, outputs=outputs))
 
         return _over_ranges(rule, tensors, plan, call)
     boundaries = _check(tensors, call.cu_seqlens, call.vector)
@@ -351,7 +355,8 @@ def chunk_form(tensors: RuleTensors, call: ChunkCall) -> MomentumOutput:
     chosen = backends.resolve(call.backend, tensors.q, tensors.family, tensors.v, features=features)
     chunk_size = backends.chunk_size_for(chosen, call.chunk_size)
     p_times_alpha = checks.check_probe(call.p_times_alpha, call.lookahead)
-    options = RuleOptions(check_scale(call.scale, tensors.q), chunk_size, call.l2norm, p_times_alpha, call.lookahead)
+    scale = check_scale(call.scale, tensors.q)
+    options = RuleOptions(scale, chunk_size, call.l2norm, p_times_alpha, call.lookahead, call.outputs)
     result = custom_op.forward(tensors, boundaries, options, call.check_gates, chosen)
     return MomentumOutput(result.o, result.final_state if call.output_final_state else None)
 
@@ -367,7 +372,7 @@ def _check(
 
 
 def _over_ranges(
-    rule: Callable[[TokenTensors, Tensor | None, SequenceBoundaries], MomentumOutput],
+    rule: Callable[[TokenTensors, Tensor | None, SequenceBoundaries, bool], MomentumOutput],
     tensors: RuleTensors,
     plan: ContextParallelPlan,
     call: ChunkCall,
@@ -377,9 +382,9 @@ def _over_ranges(
     check_tokens("q", tensors.q, plan)
     checks.check_initial_state(tensors, plan.documents.num_sequences)
 
-    def on_rows(part: TokenTensors, X: Tensor | None, boundaries: SequenceBoundaries) -> RangeOutput:
+    def on_rows(part: TokenTensors, X: Tensor | None, boundaries: SequenceBoundaries, outputs: bool) -> RangeOutput:
         state = None if X is None else X.unflatten(2, (2, -1)).movedim(2, 0)
-        o, final = rule(part, state, boundaries)
+        o, final = rule(part, state, boundaries, outputs)
         assert final is not None
         return RangeOutput(o, _rows(final))
 

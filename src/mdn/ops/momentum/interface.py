@@ -124,6 +124,8 @@ class RuleOptions:
     lookahead: bool = False
     """the error is read at alpha S - beta mu M, where the step would lead without a write; p is not multiplied by alpha
     then"""
+    outputs: bool = True
+    """False: only the final state is needed (calls without gradients); o may be left out, as an empty tensor"""
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:

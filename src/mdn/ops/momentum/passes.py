@@ -47,7 +47,8 @@ def forward_pass(
     """``starts`` gets a copy of X before every group, one after the other."""
     v = chunks.v
     final_state = initial_states(chunks.tensors, boundaries)
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    outputs = chunks.options.outputs
+    o = torch.empty(v.shape if outputs else (0,), dtype=v.dtype, device=v.device)
     residual = torch.empty(v.shape if save_residual else (0,), dtype=chunks.dtype, device=v.device)
     for slab in slabs:
         X_slab = stacked(final_state, slab)
@@ -58,9 +59,11 @@ def forward_pass(
             X = members_of(group, X_slab, chunks.heads)
             if starts is not None:
                 starts.append(X.clone())
-            forward_rounds(chunk, group, X, scratch.target, scratch.residual, scratch.output, chunks.heads)
+            output = scratch.output if outputs else None
+            forward_rounds(chunk, group, X, scratch.target, scratch.residual, output, chunks.heads)
             put_members(group, X, X_slab, chunks.heads)
-            group.store(scratch.output, o, chunks.options.scale, scratch.gathered)
+            if output is not None:
+                group.store(output, o, chunks.options.scale, scratch.gathered)
             if save_residual:
                 group.store(scratch.residual, residual, 1.0, scratch.gathered)
         unstack(X_slab, final_state, slab)

@@ -94,18 +94,23 @@ class ChunkMap:
 
 
 def forward_rounds(
-    chunk: ChunkMap, group: ChunkGroup, X: Tensor, target: Tensor, residual: Tensor, output: Tensor, heads: int
+    chunk: ChunkMap, group: ChunkGroup, X: Tensor, target: Tensor, residual: Tensor, output: Tensor | None, heads: int
 ) -> None:
-    """From the values in ``target`` to outputs (not yet scaled) and R, all [Z, C, V]; X is advanced in place."""
+    """From the values in ``target`` to outputs (not yet scaled) and R, all [Z, C, V]; X is advanced in place.
+
+    ``output`` None: only R and X.
+    """
     size = group.size
     for first, end in group.rounds:
         z = slice(first * heads, end * heads)
         current = X[: z.stop - z.start]
         target[z].baddbmm_(chunk.read[z, :size], current)  # (6)
         chunk.triangle.solve(target[z], z, out=residual[z])  # (6)
-        torch.bmm(chunk.read[z, size:], current, out=output[z])  # (7)
+        if output is not None:
+            torch.bmm(chunk.read[z, size:], current, out=output[z])  # (7)
         chunk.advance(current, residual[z], z, out=current)  # (8)
-    output.baddbmm_(chunk.attend, residual)  # (7)
+    if output is not None:
+        output.baddbmm_(chunk.attend, residual)  # (7)
 
 
 def states_before_chunks(
@@ -190,7 +195,7 @@ def contain_damage(
     """``compute`` once, or once more without damaged numbers: a token that is not finite damages itself and later ones,
     no earlier ones (mdn.ops.containment)."""
     result = compute(tensors)
-    if not looks_damaged(result.o):
+    if not looks_damaged(result.o if result.o.numel() else result.final_state):
         return result
     damage = damage_of(tensors.v, (tensors.k, tensors.p), boundaries)
     if not bool(damage.isnan().any()):
@@ -198,4 +203,5 @@ def contain_damage(
     p = None if tensors.p is None else repaired(tensors.p)
     o, final_state, residual = compute(tensors._replace(k=repaired(tensors.k), v=repaired(tensors.v), p=p))
     final_state = final_state + at_the_end(damage, boundaries).unsqueeze(-2)
-    return ForwardResult(o + damage, final_state, residual + damage if residual.numel() else residual)
+    o, residual = (x + damage if x.numel() else x for x in (o, residual))
+    return ForwardResult(o, final_state, residual)

@@ -127,7 +127,8 @@ template <class Element>
 void prepare_chunk(const Chunk& chunk, Workspace& ws) {
     ws.gates.load(chunk);
     ws.vectors.load_k<Element>(chunk);
-    ws.vectors.load_q_and_p<Element>(chunk, ws.gates);
+    ws.vectors.load_q<Element>(chunk);
+    ws.vectors.load_p<Element>(chunk, ws.gates);
     const Matrix k_T = ws.vectors.k_T, gamma_S = ws.gates.gamma_S;
     transpose(ws.qp_T, ws.vectors.q, chunk.C, chunk.K);
     masked_product(chunk, ws.attend, ws.qk, ws.vectors.q, k_T, gamma_S.from(1, 0));

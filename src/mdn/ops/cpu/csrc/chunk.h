@@ -211,11 +211,15 @@ struct TokenVectors {
     }
 
     template <class Element>
-    void load_q_and_p(const Chunk& chunk, const Gates& gates) {
-        const MdnProblem& problem = chunk.problem;
-        load_normalised<Element>(chunk, q, q_inverse_norm, problem.q);
-        const float scale = static_cast<float>(problem.scale);
+    void load_q(const Chunk& chunk) {
+        load_normalised<Element>(chunk, q, q_inverse_norm, chunk.problem.q);
+        const float scale = static_cast<float>(chunk.problem.scale);
         for (long i = 0; i < chunk.tokens; ++i) scale_row(q.row(i), scale, chunk.K);
+    }
+
+    template <class Element>
+    void load_p(const Chunk& chunk, const Gates& gates) {
+        const MdnProblem& problem = chunk.problem;
         if (!problem.has_erase) return;
         p = problem.p != nullptr || problem.p_times_alpha ? own_p : k;
         if (problem.p != nullptr)

@@ -88,14 +88,16 @@ void forward_chunk(const Chunk& chunk, Workspace& ws, bool state_is_zero) {
     const MdnProblem& problem = chunk.problem;
     ws.gates.load(chunk);
     ws.vectors.load_k<Element>(chunk);
-    ws.vectors.load_q_and_p<Element>(chunk, ws.gates);
+    if (problem.o != nullptr) ws.vectors.load_q<Element>(chunk);
+    ws.vectors.load_p<Element>(chunk, ws.gates);
     const Matrix k_T = ws.vectors.k_T, gamma_S = ws.gates.gamma_S;
     if (problem.has_erase)
         masked_product(chunk, ws.erase, ws.products, ws.vectors.p, k_T, gamma_S.from(chunk.probe, 0));
-    masked_product(chunk, ws.attend, ws.products, ws.vectors.q, k_T, gamma_S.from(1, 0));
+    if (problem.o != nullptr)
+        masked_product(chunk, ws.attend, ws.products, ws.vectors.q, k_T, gamma_S.from(1, 0));
     for (long column = 0; column < chunk.unit.columns; column += kWidth) {
         find_residual<Element>(chunk, ws, column, state_is_zero);
-        find_output<Element>(chunk, ws, column, state_is_zero);
+        if (problem.o != nullptr) find_output<Element>(chunk, ws, column, state_is_zero);
         const States states = ws.states.panel(column);
         const Prefetch next_v = chunk.prefetch<Element>(problem.v, column + kWidth, chunk.first + problem.chunk_size);
         advance_states(chunk, ws.gates, k_T, states, states, ws.residual, ws.weighted, next_v);

@@ -37,7 +37,7 @@ struct MdnProblem {
     const float* direct;                           // [T, HV] or null: zeros
     const float *initial_S, *initial_M;            // [N, HV, K, V] or null: zeros
 
-    void* o;                   // [T, HV, V]
+    void* o;                   // [T, HV, V]; may be null in the forward pass: states only
     float* residual;           // [T, HV, V]; may be null in the forward pass
     float *final_S, *final_M;  // [N, HV, K, V]
 
