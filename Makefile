@@ -61,10 +61,11 @@ bench: setup-dev
 	$(BIN)/mdn bench train --json $(BENCH_OUT)/train.json --plot $(BENCH_OUT)/train.png
 	$(BIN)/mdn bench kernels --json $(BENCH_OUT)/kernels.json
 
-# Every figure of the docs and the generated parts of the study pages, from the results in docs/experiments/data.
+# Every figure of the docs and the generated parts of the pages, from the results in docs/experiments/data.
 figures: setup-dev
 	$(BIN)/python -m mdn.experiments.studies.pages
 	$(BIN)/python -m mdn.analysis.figures
+	$(BIN)/python -m mdn.bench.context_parallel_results docs/experiments/data/context_parallel.json docs/distributed.md
 
 # The documentation site with the generated API reference, in build/site.
 docs: setup-dev

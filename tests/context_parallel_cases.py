@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from definition import FIRST_ORDER, Draw, make_inputs
 from mdn import ops
-from mdn.layers import make_layout
+from mdn.layers import MIXERS, make_layout
 from mdn.layers.conv import ShortConvolution
 from mdn.ops import SequenceBoundaries
 from mdn.parallel import ContextParallelPlan, context_parallel, exchange
@@ -182,13 +182,15 @@ def model_case(
     return errors
 
 
-def tensor_case(name: str = "momentum_deltanet", dtype: str = "float64", context: int = 1, passes: int = 1) -> Errors:
+def tensor_case(
+    name: str = "momentum_deltanet", dtype: str = "float64", context: int = 1, passes: int = 1, **fields: Any
+) -> Errors:
     """Heads over ranks, and with ``context`` > 1 tokens too; ``passes`` backward passes accumulate."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (context, ranks // context), mesh_dim_names=("context", "tensor"))
     boundaries = SequenceBoundaries.from_lengths([7, 17])
     plan = ContextParallelPlan.from_cu_seqlens(boundaries.cu_seqlens, mesh["context"])
-    model = small_model(name, loss_chunk_size=8).to(DTYPES[dtype]).train()
+    model = small_model(name, loss_chunk_size=8, **fields).to(DTYPES[dtype]).train()
     ids = tokens(1, 24)
     whole = model(ids, cu_seqlens=boundaries, labels=ids)
     whole.loss.backward()
@@ -206,12 +208,12 @@ def tensor_case(name: str = "momentum_deltanet", dtype: str = "float64", context
     return errors
 
 
-def saved_case() -> Errors:
+def saved_case(name: str) -> Errors:
     """A split model writes the same files as a whole one, and a whole model's files load as a split one."""
-    model, ids = small_model("hybrid").train(), tokens(1, 12)
+    model, ids = small_model(name).train(), tokens(1, 12)
     expected = {name: x.clone() for name, x in model.state_dict().items()}
     logits = model(ids).logits
-    folder = Path(os.environ["CASE_FOLDER"])
+    folder = Path(os.environ["CASE_FOLDER"]) / name
     if dist.get_rank() == 0:
         model.save_pretrained(folder / "whole")
     dist.barrier()
@@ -305,11 +307,14 @@ def float32_cases() -> Iterator[tuple[str, Case]]:
 
 
 def tensor_cases() -> Iterator[tuple[str, Case]]:
-    for name in ("momentum_deltanet", "gated_deltanet", "comba", "deltanet", "attention", "hybrid", "no convolution"):
+    mixers = [name for name, mixer in MIXERS.items() if mixer.tensor_plan]
+    for name in (*mixers, "hybrid", "no convolution", "grouped value heads"):
         yield f"{name}, tensor 2", (tensor_case, {"name": name})
+    yield "low-rank gate, tensor 2", (tensor_case, {"use_lora_gate": True, "lora_gate_rank": 4})
     yield "momentum_deltanet, tensor 2, float32", (tensor_case, {"dtype": "float32"})
     yield "momentum_deltanet, tensor 2, two passes", (tensor_case, {"passes": 2})
-    yield "saved and loaded, tensor 2", (saved_case, {})
+    for name in ("hybrid", "momentum_deltanet", "kda"):
+        yield f"{name}, saved and loaded, tensor 2", (saved_case, {"name": name})
 
 
 TENSOR = dict(tensor_cases())

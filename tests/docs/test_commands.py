@@ -7,10 +7,13 @@ Commands run in the order of SHORT: one may use what an earlier one left behind.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,8 @@ SHORT = {
     "mdn train runs/demo training.steps=1400": "training.steps=3",
     "mdn train --fields": "",
     "mdn train paper/mdn_400M --dry-run --nodes 4": "",
+    "mdn train paper/mdn_400M training.sequence_length=131072 training.micro_batch_tokens=131072 "
+    "distributed.context_parallel=8 --dry-run --devices 8": "",
     "mdn train demo training.steps=1000 model.mixer=gated_deltanet": f"{TINY} output=runs/again",
     "mdn demo": f"{TINY} output=runs/shown",
     'mdn generate runs/demo --prompt "def "': "--max-new-tokens 3",
@@ -110,7 +115,18 @@ SHORT = {
     "mdn bench train": f"{SMALL_MODELS} --lengths 32 --tokens 32",
     "mdn bench train --lengths 512 2048 8192": f"{SMALL_MODELS} --lengths 32 --tokens 32",
     "mdn bench train --json train.json --plot train.png": f"{SMALL_MODELS} --lengths 32 --tokens 32",
+    "mdn bench context-parallel": (
+        "--tokens 16 --hidden-size 32 --heads 2 --head-dim 16 --repeats 1 --json cp.json --plot cp.png"
+    ),
 }
+AS_PRINTED = (
+    "torchrun --nproc_per_node 2 --standalone --no-python mdn train demo training.steps=20 "
+    "distributed.context_parallel=2",
+    "torchrun --nproc_per_node 2 --standalone --no-python mdn train demo training.steps=20 "
+    "distributed.tensor_parallel=2",
+    "torchrun --nproc_per_node 4 --standalone --no-python mdn train demo training.steps=20 "
+    "distributed.context_parallel=2 distributed.tensor_parallel=2",
+)
 NOT_RUN = {
     "mdn eval runs/demo --tasks boolq,nq_open --limit 100": "downloads the tasks' data",
     "mdn bench kernels --quick --targets sm_90 --key-dims 128": "compiles for minutes; see tests/ops/triton",
@@ -121,6 +137,9 @@ NOT_RUN = {
     "python -m mdn.ops.triton.selftest": "needs a GPU; without one, tests/ops/triton/test_availability.py",
     "python -m mdn.bench.kernel_tables benchmarks/results/kernels.json docs/kernels.md": (
         "writes the page; tests/ops/triton/test_availability.py compares its tables with the report"
+    ),
+    "python -m mdn.bench.context_parallel_results docs/experiments/data/context_parallel.json docs/distributed.md": (
+        "writes the page; tests/bench compares its tables with the results"
     ),
     "python -m mdn.analysis.figures": "writes docs/figures; compared in tests/analysis",
     "python -m mdn.experiments.studies.pages": "writes docs/experiments; compared in tests/experiments",
@@ -172,19 +191,31 @@ def test_a_documented_command_runs_in_its_short_form(line, place, monkeypatch, c
     assert main(in_short(line)) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("line", AS_PRINTED)
+def test_a_documented_line_of_torchrun_runs_as_printed(line: str, tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        shlex.split(line), cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (summary,) = tmp_path.glob("runs/*/summary.json")
+    assert json.loads(summary.read_text())["step"] == 20
+
+
 def shown(commands: list[Command]) -> str:
     return "\n" + "\n".join(f"{command.page}: {command.line}" for command in commands)
 
 
 def test_every_documented_command_is_run_or_has_a_reason_not_to() -> None:
     exempt = [c for c in ALL if c.is_a_name or c.is_a_pattern or c.words[0] == "make"]
-    unknown = [c for c in ALL if c not in exempt and c.line not in SHORT and c.line not in NOT_RUN]
+    unknown = [c for c in ALL if c not in exempt and c.line not in (*SHORT, *AS_PRINTED, *NOT_RUN)]
     assert not unknown, shown(unknown)
 
 
 def test_every_command_of_the_table_is_documented() -> None:
     documented = {command.line for command in ALL}
-    assert [line for line in (*SHORT, *NOT_RUN) if line not in documented] == []
+    assert [line for line in (*SHORT, *AS_PRINTED, *NOT_RUN) if line not in documented] == []
 
 
 @pytest.mark.parametrize("line", [line for line in NOT_RUN if line.startswith("mdn ")])

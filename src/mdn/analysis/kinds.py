@@ -31,6 +31,7 @@ KINDS = {
     "decode": Kind("Decoding speed", "mdn.bench.decoding"),
     "train": Kind("Training speed", "mdn.bench.training_step"),
     "op": Kind("Operator speed", "mdn.bench.op_results"),
+    "context-parallel": Kind("Context parallelism", "mdn.bench.context_parallel_results"),
 }
 """in the order of the page"""
 

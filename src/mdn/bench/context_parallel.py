@@ -1,8 +1,10 @@
-"""What context parallelism costs: measured on a few processes of this machine, and by formula for large ones.
+"""What context parallelism costs, measured on this machine.
 
-Measured, in one layer (mixer) of the middle rank: the passes that summarise a range, as a share of the ordinary forward
-pass of the rule and of the layer; the time of forward and backward against the same layer on the same number of tokens
-without parallelism; and the bytes received, which must be those of the formula (mdn.parallel.volume).
+Work: the rules and one layer as the middle rank of three sees them, whose tokens all belong to one document, in one
+process that leaves out the communication. The time above that of an ordinary forward pass is that of the summary.
+
+Exchange: forward and backward of one layer on several processes (gloo), against the same layer on as many tokens
+without parallelism, and the bytes that its last rank receives beside those of the formula (mdn.parallel.volume).
 """
 
 from __future__ import annotations
@@ -18,182 +20,174 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
+from mdn import ops
 from mdn.bench.timing import interleaved
-from mdn.common.results import markdown_table
 from mdn.layers import MIXERS, Mixer
-from mdn.models.info import load_config
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.parallel import ContextParallelPlan
 from mdn.parallel.collectives import Traffic
-from mdn.parallel.volume import Volume, layer_volume
-from mdn.training.build import meta_model
+from mdn.parallel.volume import layer_volume
 
-LINK = 50e9
-"""bytes per second of one 400 Gb/s link, for the times by formula"""
-CONFIGS = ("mdn_400M", "mdn_1.3B")
-TOKENS = (2**17, 2**20)
-RANKS = (8, 16, 64)
+MATRICES = {"momentum": 2, "gated_delta": 1}
+"""in the state of a head, of the rules that are measured"""
+HEAD_DIMS = ((64, 64), (128, 128), (128, 256))
+"""their K and V"""
+Seconds = dict[str, float]
 
 
 @dataclass(frozen=True)
-class LayerSize:
-    """One layer and the tokens on each rank."""
+class BenchSize:
+    """The layers that are measured, and the tokens on each rank."""
 
-    mixer: str
+    mixers: tuple[str, ...]
     hidden_size: int
     num_heads: int
     head_dim: int
     tokens: int
     repeats: int
 
-    def build(self) -> Mixer:
+    def build(self, mixer: str) -> Mixer:
         torch.manual_seed(0)
-        sizes = {"num_heads": self.num_heads, "head_dim": self.head_dim}
-        taken = MIXERS[self.mixer].argument_names()
-        return MIXERS[self.mixer](self.hidden_size, **{name: x for name, x in sizes.items() if name in taken})
+        sizes: dict[str, Any] = {"num_heads": self.num_heads, "head_dim": self.head_dim}
+        taken = MIXERS[mixer].argument_names()
+        return MIXERS[mixer](self.hidden_size, **{name: x for name, x in sizes.items() if name in taken})
+
+    def time(self, calls: dict[str, Callable[[], object]]) -> Seconds:
+        return interleaved(calls, repeats=self.repeats, budget_seconds=float("inf"))
 
 
-# ------------------------------------------------------------------------------------------------------------ measured
+# ---------------------------------------------------------------------------------------------------------------- work
 
 
-def measure(size: LayerSize, ranks: int) -> dict[str, Any]:
-    """Figures of the middle rank of ``ranks`` processes that share one document."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes.start_processes(_on_rank, (ranks, folder, asdict(size)), nprocs=ranks, start_method="spawn")
-        figures: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text())
-    return {**asdict(size), "ranks": ranks, **figures}
+def measure_work(size: BenchSize) -> dict[str, Any]:
+    """``rules`` and ``layers`` of the middle rank, from a process of its own with one thread."""
+    return _spawn(_work, 1, size)
 
 
-def _on_rank(rank: int, ranks: int, folder: str, size: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    figures = _figures(LayerSize(**size), ranks)
-    if rank == ranks // 2:
-        (Path(folder) / "figures.json").write_text(json.dumps(figures))
-    dist.barrier()
-    dist.destroy_process_group()
+def _work(rank: int, ranks: int, store: str, size: BenchSize) -> dict[str, Any]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # a group whose collectives do nothing
+
+    dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    plan = ContextParallelPlan.from_cu_seqlens(torch.tensor([0, 3 * size.tokens]))
+    rules = [_rule(rule, *dims, plan, size) for rule in MATRICES for dims in HEAD_DIMS]
+    return {"rules": rules, "layers": [_layer(mixer, plan, size) for mixer in size.mixers]}
 
 
-def _figures(size: LayerSize, ranks: int) -> dict[str, Any]:
-    layer = size.build()
-    x = torch.randn(1, size.tokens, size.hidden_size, requires_grad=True)
-    alone = SequenceBoundaries.from_lengths([size.tokens])
-    plan = ContextParallelPlan.from_cu_seqlens(torch.tensor([0, size.tokens * ranks]))
+def _rule(rule: str, key_dim: int, value_dim: int, plan: ContextParallelPlan, size: BenchSize) -> dict[str, Any]:
+    torch.manual_seed(0)
+    shape = (1, size.tokens, size.num_heads)
+    q, k, v = torch.randn(*shape, key_dim), torch.randn(*shape, key_dim), torch.randn(*shape, value_dim)
+    decay, mu = -torch.rand(2, *shape).square()
+    beta = torch.rand(shape)
 
-    def forward(**where: Any) -> Callable[[], object]:
+    def run(needs_gradient: bool, **where: Any) -> Callable[[], object]:
         def call() -> object:
-            with torch.no_grad():
+            given = q, k, v.detach().requires_grad_(needs_gradient)
+            if rule == "momentum":
+                return ops.chunk_momentum_delta_rule(*given, decay, mu, beta=beta, **where)
+            return ops.chunk_gated_delta_rule(*given, decay, beta, use_qk_l2norm_in_kernel=True, **where)
+
+        return call
+
+    seconds = size.time(
+        {
+            "alone": run(False),
+            "shared": run(False, context_parallel=plan),
+            "alone_training": run(True),
+            "shared_training": run(True, context_parallel=plan),
+        }
+    )
+    return {"rule": rule, "K": key_dim, "V": value_dim, **_shares(seconds)}
+
+
+def _layer(mixer: str, plan: ContextParallelPlan, size: BenchSize) -> dict[str, Any]:
+    layer, x = size.build(mixer), torch.randn(1, size.tokens, size.hidden_size)
+    alone = SequenceBoundaries.from_lengths([size.tokens])
+
+    def run(needs_gradient: bool, **where: Any) -> Callable[[], object]:
+        def call() -> object:
+            with torch.set_grad_enabled(needs_gradient):
                 return layer(x, **where)
 
         return call
 
-    def both(**where: Any) -> Callable[[], object]:
-        return lambda: layer(x, **where).sum().backward()
+    seconds = size.time(
+        {
+            "alone": run(False, cu_seqlens=alone),
+            "shared": run(False, context_parallel=plan),
+            "alone_training": run(True, cu_seqlens=alone),
+            "shared_training": run(True, context_parallel=plan),
+        }
+    )
+    return {"mixer": mixer, **_shares(seconds)}
 
-    calls = {
-        "forward_alone": forward(cu_seqlens=alone),
-        "forward_shared": forward(context_parallel=plan),
-        "training_alone": both(cu_seqlens=alone),
-        "training_shared": both(context_parallel=plan),
-    }
-    seconds = interleaved(calls, repeats=size.repeats, budget_seconds=float("inf"))
-    Traffic.received = 0
-    both(context_parallel=plan)()
-    volume = layer_volume(layer, size.tokens, ranks)
+
+def _shares(seconds: Seconds) -> dict[str, float]:
+    """The summary over an ordinary forward pass: without gradients, and where a backward pass follows."""
     return {
         **{f"{name}_seconds": value for name, value in seconds.items()},
-        "summary_share_of_layer": seconds["forward_shared"] / seconds["forward_alone"] - 1,
-        "training_ratio": seconds["training_shared"] / seconds["training_alone"],
-        "received_bytes": Traffic.received,
-        "bytes_by_formula": volume.total,
+        "share": seconds["shared"] / seconds["alone"] - 1,
+        "training_share": seconds["shared_training"] / seconds["alone_training"] - 1,
     }
 
 
-def measured_table(rows: list[dict[str, Any]]) -> str:
-    head = ("mixer", "ranks", "tokens per rank", "forward, more", "training, ratio", "received", "by formula")
-    return markdown_table(
-        head,
-        [
-            (
-                row["mixer"],
-                str(row["ranks"]),
-                f"{row['tokens']:,}",
-                f"{row['summary_share_of_layer']:+.0%}",
-                f"{row['training_ratio']:.2f}",
-                _mebibytes(row["received_bytes"]),
-                _mebibytes(row["bytes_by_formula"]),
-            )
-            for row in rows
-        ],
-    )
+# ------------------------------------------------------------------------------------------------------------ exchange
 
 
-# ---------------------------------------------------------------------------------------------------------- by formula
-
-
-def by_formula() -> list[dict[str, Any]]:
-    """Bytes that a rank receives in one layer's forward pass: ours, and those of two other ways, at bfloat16."""
-    rows = []
-    for name in CONFIGS:
-        mixer: Any = meta_model(load_config(name)).model.layers[0].attn
-        for tokens in TOKENS:
-            for ranks in RANKS:
-                share = tokens // ranks
-                ours = layer_volume(mixer, share, ranks, activation_bytes=2)
-                rows.append(
-                    {
-                        "config": name,
-                        "tokens": tokens,
-                        "ranks": ranks,
-                        "summaries": ours.forward,
-                        "summaries_backward": ours.backward,
-                        "ring": _ring(mixer).forward,
-                        "ulysses": _ulysses(mixer, share, ranks).forward,
-                        "ulysses_possible": mixer.num_heads % ranks == 0,
-                    }
-                )
+def measure_exchange(size: BenchSize, ranks: int) -> list[dict[str, Any]]:
+    """A row per mixer, from the last of ``ranks`` processes that share one document."""
+    rows: list[dict[str, Any]] = _spawn(_exchange, ranks, size)
     return rows
 
 
-def _ring(mixer: Any) -> Volume:
-    """State passing: every rank waits for its left neighbour's states."""
-    heads, key_dim, value_dim = mixer.state_shapes()["S"].shape
-    matrices = sum(len(state.shape) == 3 for state in mixer.state_shapes().values())
-    once = 4 * matrices * heads * key_dim * value_dim
-    return Volume(once, once)
+def _exchange(rank: int, ranks: int, store: str, size: BenchSize) -> list[dict[str, Any]]:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    rows = [_training_step(mixer, ranks, size) for mixer in size.mixers]
+    dist.barrier()
+    return rows
 
 
-def _ulysses(mixer: Any, tokens: int, ranks: int) -> Volume:
-    """All-to-all from tokens to heads and back: q, k, v and o in bfloat16, four gates in float32."""
-    per_token = 2 * (2 * mixer.key_dim + 2 * mixer.value_dim) + 4 * 4 * mixer.num_v_heads
-    once = tokens * per_token * (ranks - 1) // ranks
-    return Volume(once, once)
+def _training_step(mixer: str, ranks: int, size: BenchSize) -> dict[str, Any]:
+    layer, x = size.build(mixer), torch.randn(1, size.tokens, size.hidden_size, requires_grad=True)
+    plan = ContextParallelPlan.from_cu_seqlens(torch.tensor([0, size.tokens * ranks]))
+
+    def run(**where: Any) -> Callable[[], object]:
+        return lambda: layer(x, **where).sum().backward()
+
+    shared = run(context_parallel=plan)
+    seconds = size.time({"alone": run(cu_seqlens=SequenceBoundaries.from_lengths([size.tokens])), "shared": shared})
+    Traffic.received = 0
+    shared()
+    return {
+        "mixer": mixer,
+        "ranks": ranks,
+        "alone_seconds": seconds["alone"],
+        "shared_seconds": seconds["shared"],
+        "received_bytes": Traffic.received,
+        "bytes_by_formula": layer_volume(layer, size.tokens, ranks).total,
+    }
 
 
-def formula_table(rows: list[dict[str, Any]]) -> str:
-    head = ("config", "tokens", "ranks", "tokens per rank", "summaries", "ring of states", "Ulysses")
-    return markdown_table(
-        head,
-        [
-            (
-                row["config"],
-                f"{row['tokens'] // 1024}k",
-                str(row["ranks"]),
-                f"{row['tokens'] // row['ranks']:,}",
-                f"{_mebibytes(row['summaries'])}, {_milliseconds(row['summaries'])}",
-                f"{_mebibytes(row['ring'])} x {row['ranks'] - 1} hops, "
-                f"{_milliseconds(row['ring'] * (row['ranks'] - 1))}",
-                f"{_mebibytes(row['ulysses'])}, {_milliseconds(row['ulysses'])}"
-                + ("" if row["ulysses_possible"] else " (not possible: 6 heads)"),
-            )
-            for row in rows
-        ],
-    )
+# ----------------------------------------------------------------------------------------------------------- processes
 
 
-def _mebibytes(size: float) -> str:
-    return f"{size / 2**20:,.2f} MiB"
+def _spawn(function: Callable[[int, int, str, BenchSize], Any], ranks: int, size: BenchSize) -> Any:
+    """What ``function`` returns on the last of ``ranks`` processes of one thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = function, ranks, folder, asdict(size)
+        processes.start_processes(_on_rank, arguments, nprocs=ranks, start_method="spawn")
+        return json.loads((Path(folder) / "result.json").read_text())
 
 
-def _milliseconds(size: float) -> str:
-    return f"{size / LINK * 1e3:,.2f} ms"
+def _on_rank(
+    rank: int,
+    function: Callable[[int, int, str, BenchSize], Any],
+    ranks: int,
+    folder: str,
+    size: dict[str, Any],
+) -> None:
+    torch.set_num_threads(1)
+    result = function(rank, ranks, f"{folder}/store", BenchSize(**size))
+    if rank == ranks - 1:
+        (Path(folder) / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()

@@ -19,6 +19,10 @@ from mdn.ops import first_order
 
 
 class GatedLinearAttention(ProjectedMixer):
+    tensor_plan: ClassVar[dict[str, str]] = ProjectedMixer.head_plan | {
+        "gk_proj": "mdn_columns",
+        "g_norm_swish_gate": "mdn_shared",
+    }
     own_defaults: ClassVar[tuple[str, ...]] = ("expand_v", "use_short_conv", "conv_size", "conv_bias")
     silu_without_conv: ClassVar[bool] = False
     chunk_rule: ClassVar[Rule] = first_order.chunk_gla

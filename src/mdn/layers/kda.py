@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, low_rank
+from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, columns, low_rank
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
 
 
 class KimiDeltaAttention(ProjectedMixer):
+    tensor_plan: ClassVar[dict[str, str]] = ProjectedMixer.head_plan | {"f_proj": "mdn_columns", **columns("b_proj")}
     no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
     chunk_rule: ClassVar[Rule] = first_order.chunk_kda
     step_rule: ClassVar[Rule] = first_order.kda_step

@@ -49,6 +49,10 @@ FEATURE_MAPS: dict[str, Any] = {
 class LinearAttention(ProjectedMixer):
     """With ``do_feature_map_norm`` the state holds the sum of the keys too, as recurrent state number 1."""
 
+    tensor_plan: ClassVar[dict[str, str]] = ProjectedMixer.head_plan | {
+        "norm": "mdn_shared",
+        **{f"feature_map_{x}.{layer}": "mdn_shared" for x in "qk" for layer in ("layer1", "layer2")},
+    }
     own_defaults: ClassVar[tuple[str, ...]] = ("expand_v",)
     silu_without_conv: ClassVar[bool] = False
     chunk_rule: ClassVar[Rule] = first_order.chunk_linear_attn

@@ -299,7 +299,8 @@ class ProjectedMixer(Mixer):
     )
     head_plan: ClassVar[dict[str, str]] = {
         "": "mdn_heads",
-        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), "colwise"),
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise"),
+        "g_proj": "mdn_columns",  # may be low-rank
         **dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), "mdn_channels"),
         "o_norm": "mdn_shared",
         "o_proj": "rowwise",

@@ -25,12 +25,15 @@ from torch import Tensor, nn
 from mdn import ops
 from mdn.layers.cache_access import LayerState
 from mdn.layers.init import checked_initial_range
-from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, StateShape, low_rank
+from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, StateShape, columns, low_rank
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops.first_order.gates import log_decay_from
 
 
 class MomentumKDA(ProjectedMixer):
+    tensor_plan: ClassVar[dict[str, str]] = (
+        ProjectedMixer.head_plan | {"f_proj": "mdn_columns"} | columns("b_proj", "m_proj", "e_proj", "n_proj")
+    )
     no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "Mu_log", "mu_bias", "nu_bias", "log_factor")
     # probing 2, momentum's decay and write 3, the weight's decay and step 3, the direct write 2, reading 2
     flops_per_entry: ClassVar[int] = 12

@@ -283,7 +283,7 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
     def base_model_tp_plan(self) -> dict[str, str]:
         """How transformers splits the model over ranks (``tp_plan="auto"``); empty if a mixer's heads cannot be."""
         plans = [MIXERS[name].tensor_plan for name in {self.mixer_name(i) for i in range(self.num_hidden_layers)}]
-        if not all(plans) or self.use_lora_gate or (self.use_mlp and self.mlp != "swiglu"):
+        if not all(plans) or (self.use_mlp and self.mlp != "swiglu"):
             return {}
         mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"} if self.use_mlp else {}
         blocks = {f"attn.{name}".rstrip("."): style for plan in plans for name, style in plan.items()}

@@ -1,12 +1,14 @@
 """Tensor parallelism: every rank computes some of the heads, through transformers' own mechanism (``tp_plan``).
 
 Projections to heads are cut by columns and the output projection by rows, as transformers does it. What belongs to a
-head follows it, in three styles that are registered here:
+head follows it, in styles that are registered here:
 
     mdn_heads      the mixer: its parameters with an entry per head (A_log, dt_bias, ...) are cut, and it counts the
                    heads of this rank
+    mdn_columns    a projection to heads that may be low-rank: of two maps the second is cut, the first is whole
     mdn_channels   a short convolution: its channels are cut
-    mdn_shared     a norm that all heads share: every rank has it whole, and its gradient is summed over the ranks
+    mdn_shared     a norm or a map that all heads share: every rank has it whole, and its gradient is summed over the
+                   ranks
 
 Embeddings, norms between blocks and the output head are whole on every rank.
 """
@@ -25,9 +27,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import (
     ALL_PARALLEL_STYLES,
+    ColwiseParallel,
     TensorParallelLayer,
     apply_tensor_parallelism,
 )
+
+from mdn.layers import MIXERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,6 +60,19 @@ class _PartsOfHeads(TensorParallelLayer):
 
         if step is not None:
             module.step = local_step
+        installed: nn.Module = super().install_forward(module, mesh)
+        return installed
+
+
+class _ColumnsOfLast(ColwiseParallel):
+    """transformers' style for a linear map; of an ``nn.Sequential`` it is applied to the last one. What comes before is
+    the same on every rank and gets whole gradients, because the cut map sums those of its input."""
+
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.Sequential):
+            module = module[-1]
+            for name in list(module._parameters):
+                self.shard_param(module, name, mesh)
         installed: nn.Module = super().install_forward(module, mesh)
         return installed
 
@@ -89,6 +107,7 @@ class _SharedByHeads(TensorParallelLayer):
 
 STYLES: dict[str, Any] = {
     "mdn_heads": _PartsOfHeads(),
+    "mdn_columns": _ColumnsOfLast(),
     "mdn_channels": _PartsOfHeads(),
     "mdn_shared": _SharedByHeads(),
 }
@@ -110,8 +129,8 @@ def split_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 def check_plan(model: PreTrainedModel) -> None:
     if not model.tp_plan:
         raise ValueError(
-            f"tensor parallelism cannot split mixer={model.config.mixer!r} with these settings; it serves "
-            "momentum_deltanet, gated_deltanet, comba, deltanet and attention, without use_lora_gate"
+            f"tensor parallelism cannot split mixer={model.config.mixer!r}, mlp={model.config.mlp!r}: it splits the "
+            f"heads of {', '.join(name for name, mixer in MIXERS.items() if mixer.tensor_plan)}, and mlp='swiglu'"
         )
 
 

@@ -27,7 +27,8 @@ def layer_volume(mixer: Any, tokens: int, ranks: int, layout: str = "contiguous"
     """Of a mixer (``mdn.layers.Mixer``) that sees ``tokens`` tokens on each of ``ranks`` ranks, all of one document.
 
     A recurrent state of ``rows`` x V numbers per head sends E and A once in the forward pass and the gradient of E
-    in the backward pass; a convolution sends its last inputs, attention all its keys and values.
+    in the backward pass; a convolution sends its last inputs, attention all its keys and values. No A is sent if no
+    range has one before and one after it.
     """
     if ranks == 1:
         return Volume(0, 0)
@@ -39,7 +40,8 @@ def layer_volume(mixer: Any, tokens: int, ranks: int, layout: str = "contiguous"
     if matrices:
         heads, _, value_dim = matrices[0]
         rows = sum(shape[1] for shape in matrices)
-        forward += maps * STATE_BYTES * heads * rows * (value_dim + rows)
+        columns_of_A = rows if RANGES_PER_RANK[layout] * ranks > 2 else 0
+        forward += maps * STATE_BYTES * heads * rows * (value_dim + columns_of_A)
         backward += maps * STATE_BYTES * heads * rows * value_dim
     for name, shape in shapes.items():
         if name == "conv":

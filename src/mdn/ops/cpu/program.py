@@ -67,6 +67,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = operation(*args, **kwargs)
         self.kept.append((args, kwargs, result))
+        if "c10d" in operation.namespace:  # what other processes send is not in the old memory
+            self.obstacle = self.obstacle or str(operation)
+            return result
         if operation.is_view or operation in NEW_MEMORY:
             return result
         step = _translated(operation, args, kwargs, result) or _repeated(operation, args, kwargs, result)
