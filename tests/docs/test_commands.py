@@ -200,7 +200,7 @@ def test_a_documented_line_of_torchrun_runs_as_printed(line: str, tmp_path: Path
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (summary,) = tmp_path.glob("runs/*/summary.json")
-    assert json.loads(summary.read_text())["step"] == 20
+    assert json.loads(summary.read_text())["steps"] == 20
 
 
 def shown(commands: list[Command]) -> str:

@@ -115,8 +115,8 @@ def test_heads_that_cannot_be_shared_are_refused_with_the_sizes_that_can(capsys:
     assert main(["train", "paper/mdn_400M", "distributed.tensor_parallel=4", "--dry-run", "--devices", "4"]) == 2
     message = "num_heads=6 cannot be shared by 4 ranks of tensor parallelism: it allows 1, 2, 3, 6"
     assert message in capsys.readouterr().err
-    assert main(["train", "paper/kda_400M", "distributed.tensor_parallel=2", "--dry-run", "--devices", "2"]) == 2
-    assert "tensor parallelism cannot split mixer='kda'" in capsys.readouterr().err
+    assert main(["train", "paper/mamba2_400M", "distributed.tensor_parallel=2", "--dry-run", "--devices", "2"]) == 2
+    assert "tensor parallelism cannot split mixer='mamba2'" in capsys.readouterr().err
 
 
 def test_arrangements_that_cannot_work_are_refused_by_name() -> None:
