@@ -82,6 +82,17 @@ def test_a_pipeline_finds_the_model_without_the_import(elsewhere, directory):
     assert report["classes"] == ["mdn.models.config", "mdn.models.modeling", "mdn.models.modeling"]
 
 
+def test_generation_stops_at_a_given_string(directory):
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    ids = tokenizer("hello", return_tensors="pt")["input_ids"]
+    new = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 5:]
+    stop = tokenizer.decode(new[3])
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    stopped = model.generate(ids, stop_strings=[stop], tokenizer=tokenizer, **settings)[0, 5:]
+    assert stopped.tolist() == new[: new.tolist().index(new[3]) + 1].tolist()
+
+
 def test_where_the_package_is_missing_the_error_says_how_to_install_it(elsewhere):
     report, _ = elsewhere
     assert report["absent"].startswith("ImportError")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import openai
 import pytest
@@ -130,3 +132,17 @@ def test_32_clients_for_a_minute_all_get_their_answers(served, expected):
     served.wait_until_idle()
     warm = sizes[len(sizes) // 3]
     assert max(sizes[len(sizes) // 3 :]) < 1.05 * warm + 20 * 2**20
+
+
+def test_the_server_of_transformers_gives_the_same_text(run, expected):
+    """`transformers serve`, which does not import the package: the directory's own code does."""
+    command = [str(Path(sys.executable).parent / "transformers"), "serve"]
+    directory = str(run / "model")
+    with server([directory, "--trust-remote-code"], run.parent, command) as started:
+        for prompt, text in expected.items():
+            settings = {"model": directory, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+            answer = started.client().completions.create(**settings).choices[0].text
+            streamed = started.client().completions.create(**settings, stream=True)
+            assert answer
+            assert text.startswith(answer)
+            assert "".join(piece.choices[0].text for piece in streamed) == answer

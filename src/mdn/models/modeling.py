@@ -441,6 +441,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         kwargs |= {"next_sequence_length": next_sequence_length, "is_first_iteration": is_first_iteration}
         kwargs |= {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
         inputs = super().prepare_inputs_for_generation(**kwargs)  # type: ignore[misc]
+        inputs.pop("tokenizer", None)  # which generate() needs for stop_strings and passes on to the model
         # A token that was just generated is never padding, so a decode step need not look at the mask. (Only the
         # decoding loop says how many tokens are new without calling it the first iteration; chunked prefill does not.)
         if next_sequence_length == 1 and not is_first_iteration:
