@@ -47,7 +47,7 @@ def check_product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | No
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 6, 7, 11, 12, 16, 17])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 6, 7, 11, 12, 16, 17, 20, 49, 100])
 def test_every_batch_is_the_product_with_the_dequantised_weights(
     format: str, batch: int, every_instruction_set: None
 ) -> None:

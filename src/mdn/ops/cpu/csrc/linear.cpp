@@ -3,7 +3,12 @@
 // Rows of W (outputs) are packed in panels of 16, and a panel in blocks of 64 bytes: one 32-bit word per output, which
 // holds the weights of 2, 4 or 8 neighbouring inputs, the first one lowest. Shifts inside the words decode them
 // whatever the width of the processor's registers is. A panel is read from front to back, x enters as scalars and no
-// sum runs across a vector (as in `tile`); at a small batch the time is that of reading the weights from memory.
+// sum runs across a vector (as in `tile`).
+//
+// One, two or four rows of x (multiply_few): the time is that of reading and decoding the weights. More rows: the time
+// is that of the products, so weights are decoded once. The first rows of x, as many as there are registers for,
+// multiply them as they are decoded (decode_and_multiply) and leave them in the cache for the other rows
+// (multiply_decoded).
 #include "interface.h"
 #include "memory.h"
 #include "threads.h"
@@ -23,25 +28,29 @@ MDN_INLINE Words signed_field(const Words words, int j) {
     return words << (32 - bits * (j + 1)) >> (32 - bits);
 }
 
+MDN_INLINE Words words_at(const char* block, int part) {
+    return *reinterpret_cast<const WordsInMemory*>(block + part * sizeof(Words));
+}
+
 // A format says how many inputs are in a block, what their weights are, and what the sum over a group of inputs is
-// multiplied with.
+// multiplied with. kGroup: inputs of a group; 0 if all of them are one.
 struct BFloat16Weights {
     static constexpr int kInputs = 2;
+    static constexpr long kGroup = 0;
 
     static MDN_INLINE Lanes decode(const Words words, int j) {
         return (Lanes)(j == 0 ? words << 16 : words & static_cast<int32_t>(0xffff0000));
     }
-    static long group(long depth) { return depth; }
     static MDN_INLINE Vector scale(const MdnLinear&, long, long) { return filled(1); }
 };
 
 struct Int8Weights {
     static constexpr int kInputs = 4;
+    static constexpr long kGroup = 0;
 
     static MDN_INLINE Lanes decode(const Words words, int j) {
         return __builtin_convertvector(signed_field<8>(words, j), Lanes);
     }
-    static long group(long depth) { return depth; }
     // [panels, 16] float32: one per row of W
     static MDN_INLINE Vector scale(const MdnLinear& linear, long panel, long) {
         return load(static_cast<const float*>(linear.scales) + panel * kWidth);
@@ -55,7 +64,6 @@ struct Int4Weights {
     static MDN_INLINE Lanes decode(const Words words, int j) {
         return __builtin_convertvector(signed_field<4>(words, j), Lanes);
     }
-    static long group(long) { return kGroup; }
     // [panels, groups, 16] bfloat16: one per row of W and group of 32 inputs
     static MDN_INLINE Vector scale(const MdnLinear& linear, long panel, long group) {
         float scale[kWidth];
@@ -65,27 +73,33 @@ struct Int4Weights {
     }
 };
 
-// Few rows of x leave registers free: several sums per row then keep the additions from waiting for one another.
-constexpr int sums_per_row(int rows) { return rows == 1 ? 4 : rows <= kTileRows / 2 ? 2 : 1; }
+template <class Format>
+const char* panel_at(const MdnLinear& linear, long panel, long input) {
+    return static_cast<const char*>(linear.weights) + (panel * linear.depth + input) / Format::kInputs * kBlockBytes;
+}
 
-// Adds x[rows, depth] @ panel[depth, 16] to y[rows, 16].
+// Few rows of x leave registers free: several sums per row then keep the additions from waiting for one another.
+constexpr int sums_per_row(int rows) { return rows == 1 ? 4 : 2; }
+
+constexpr bool is_few(long rows) { return rows == 1 || rows == 2 || rows == kRestRows; }
+
+// y[rows, 16] = x[rows, depth] @ panel[depth, 16]
 template <class Format, int rows>
-MDN_FLATTEN void multiply_panel(const MdnLinear& linear, long panel, const float* x, const Matrix y) {
+MDN_FLATTEN void multiply_few(const MdnLinear& linear, long panel, const float* x, const Matrix y) {
     constexpr int kInputs = Format::kInputs, kSums = sums_per_row(rows) < kInputs ? sums_per_row(rows) : kInputs;
-    const long depth = linear.depth, group = Format::group(depth);
-    const char* block = static_cast<const char*>(linear.weights) + panel * (depth / kInputs) * kBlockBytes;
+    const long depth = linear.depth, group = Format::kGroup != 0 ? Format::kGroup : depth;
+    const char* block = panel_at<Format>(linear, panel, 0);
+    Vector result[rows] = {};
     for (long first = 0; first < depth; first += group) {
         Vector sum[rows][kSums] = {};
         for (long k = first; k < first + group; k += kInputs, block += kBlockBytes) {
             __builtin_prefetch(block + kBytesAhead, 0, 3);
             Words words[kParts];
-            for (int i = 0; i < kParts; ++i)
-                words[i] = *reinterpret_cast<const WordsInMemory*>(block + i * sizeof(Words));
+            for (int i = 0; i < kParts; ++i) words[i] = words_at(block, i);
 #pragma GCC unroll 8
             for (int j = 0; j < kInputs; ++j) {
                 Vector weights;
                 for (int i = 0; i < kParts; ++i) weights.part[i] = Format::decode(words[i], j);
-#pragma GCC unroll 16
                 for (int r = 0; r < rows; ++r) {
                     Vector& s = sum[r][j % kSums];
                     s = s + weights * x[r * depth + k + j];
@@ -93,50 +107,174 @@ MDN_FLATTEN void multiply_panel(const MdnLinear& linear, long panel, const float
             }
         }
         const Vector scale = Format::scale(linear, panel, first / group);
-#pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
             for (int s = 1; s < kSums; ++s) sum[r][0] = sum[r][0] + sum[r][s];
-            store(y.row(r), load(y.row(r)) + sum[r][0] * scale);
+            result[r] = result[r] + sum[r][0] * scale;
         }
     }
+    for (int r = 0; r < rows; ++r) store(y.row(r), result[r]);
 }
+
+// Of several rows: x is [inputs, stride], one input of all rows after the other, so that one address and fixed
+// distances reach the rows of a tile. (Rows of x that are 4 KB apart would also share one set of the first cache.)
+//
+// y[rows, 16] += x[inputs first .. first + inputs, rows]^T @ panel[the same, 16]. A format with groups has its scales
+// in the weights here, the others have them left out. `decoded` [inputs, 16] receives the weights if kept.
+template <class Format, int rows, bool kept>
+MDN_FLATTEN void decode_and_multiply(const MdnLinear& linear, long panel, long first, long inputs, const Matrix x,
+                                     const Matrix y, float* decoded) {
+    constexpr int kInputs = Format::kInputs;
+    constexpr bool has_groups = Format::kGroup != 0;
+    const long group = has_groups ? Format::kGroup : inputs;
+    const char* block = panel_at<Format>(linear, panel, first);
+    const float* from = x.row(first);
+    Vector sum[rows];
+    for (int r = 0; r < rows; ++r) sum[r] = load(y.row(r));
+    for (long begin = 0; begin < inputs; begin += group) {
+        Vector scale;
+        if (has_groups) scale = Format::scale(linear, panel, (first + begin) / group);
+        for (long k = begin; k < begin + group; k += kInputs, block += kBlockBytes) {
+            __builtin_prefetch(block + kBytesAhead, 0, 3);
+            Words words[kParts];
+            for (int i = 0; i < kParts; ++i) words[i] = words_at(block, i);
+#pragma GCC unroll 8
+            for (int j = 0; j < kInputs; ++j, from += x.stride) {
+                Vector weights;
+                for (int i = 0; i < kParts; ++i) weights.part[i] = Format::decode(words[i], j);
+                if (has_groups) weights = weights * scale;
+                if (kept) store(decoded + (k + j) * kWidth, weights);
+#pragma GCC unroll 16
+                for (int r = 0; r < rows; ++r) sum[r] = sum[r] + weights * from[r];
+            }
+        }
+    }
+    for (int r = 0; r < rows; ++r) store(y.row(r), sum[r]);
+}
+
+// y[rows, 16] += x[inputs, rows]^T @ decoded[inputs, 16]
+template <int rows>
+MDN_FLATTEN void multiply_decoded(const float* decoded, long inputs, const Matrix x, const Matrix y) {
+    Vector sum[rows];
+    for (int r = 0; r < rows; ++r) sum[r] = load(y.row(r));
+    for (long k = 0; k < inputs; ++k) {
+        const Vector weights = load(decoded + k * kWidth);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; ++r) sum[r] = sum[r] + weights * x.row(k)[r];
+    }
+    for (int r = 0; r < rows; ++r) store(y.row(r), sum[r]);
+}
+
+constexpr int kMostRows = kLanes == 16 ? 16 : kTileRows;  // of a tile: its sums stay in registers
+constexpr long kRowsTogether = 48;                        // share one decoding
+constexpr long kInputsTogether = 128;                     // decoded weights that stay in the first cache: 8 KB
+
+// Calls body(count, first) over tiles of `rows` rows, a multiple of 4.
+template <class Body>
+MDN_INLINE void for_tiles(long rows, Body&& body) {
+    long first = 0;
+    for (; rows - first >= kMostRows; first += kMostRows) body(Count<kMostRows>(), first);
+    if (kMostRows > 8)
+        for (; rows - first >= 8; first += 8) body(Count<8>(), first);
+    for (; first < rows; first += kRestRows) body(Count<kRestRows>(), first);
+}
+
+// y[rows, 16] = x[depth, rows]^T @ panel[depth, 16]; at most kRowsTogether rows, a multiple of 4.
+template <class Format>
+void multiply_many(const MdnLinear& linear, long panel, const Matrix x, long rows, const Matrix y) {
+    alignas(64) float decoded[kInputsTogether * kWidth];
+    const bool one_tile = rows == kMostRows || rows == kRestRows || (kMostRows > 8 && rows == 8);
+    const long most = one_tile ? linear.depth : kInputsTogether;
+    fill_zeros(y, rows);
+    for (long first = 0; first < linear.depth; first += most) {
+        const long inputs = linear.depth - first < most ? linear.depth - first : most;
+        for_tiles(rows, [&](auto count, long row) {
+            constexpr int tile = decltype(count)::value;
+            if (one_tile)
+                decode_and_multiply<Format, tile, false>(linear, panel, first, inputs, x, y, nullptr);
+            else if (row == 0)
+                decode_and_multiply<Format, tile, true>(linear, panel, first, inputs, x, y, decoded);
+            else
+                multiply_decoded<tile>(decoded, inputs, x.from(first, row), y.from(row, 0));
+        });
+    }
+    if (Format::kGroup != 0) return;
+    const Vector scale = Format::scale(linear, panel, 0);
+    for (long r = 0; r < rows; ++r) store(y.row(r), load(y.row(r)) * scale);
+}
+
+// What all units of a call share.
+struct LinearCall {
+    const MdnLinear& linear;
+    Matrix x;  // [depth, batch rounded up to 4], unless the rows are few
+    long panels, panels_of_unit;
+};
 
 // Sixteen outputs of all rows of x.
 template <class Format>
-void linear_panel(const void* context, long panel) {
-    const MdnLinear& linear = *static_cast<const MdnLinear*>(context);
+void linear_panel(const LinearCall& call, long panel) {
+    const MdnLinear& linear = call.linear;
     const long column = panel * kWidth, width = linear.outputs - column < kWidth ? linear.outputs - column : kWidth;
-    float bias[kWidth] = {}, sums[kTileRows * kWidth];
+    alignas(64) float bias[kWidth] = {}, sums[kRowsTogether * kWidth];
+    const Matrix y{sums, kWidth};
     if (linear.bias != nullptr) load_padded(bias, linear.bias + column, width, kWidth);
-    for (long row = 0; row < linear.batch;) {
-        const Matrix y{sums, kWidth};
-        const float* x = linear.x + row * linear.depth;
-        const long left = linear.batch - row;
-        const auto multiply_rows = [&](auto count) {
-            constexpr int rows = decltype(count)::value;
-            for (int r = 0; r < rows; ++r) store(y.row(r), load(bias));
-            multiply_panel<Format, rows>(linear, panel, x, y);
-            store_matrix(linear.y + row * linear.outputs + column, linear.outputs, y, rows, width);
-            row += rows;
-        };
-        if (left >= kTileRows)
-            multiply_rows(Count<kTileRows>());
-        else if (left >= kRestRows)
-            multiply_rows(Count<kRestRows>());
-        else if (left >= 2)
-            multiply_rows(Count<2>());
+    for (long row = 0; row < linear.batch; row += kRowsTogether) {
+        const long rows = linear.batch - row < kRowsTogether ? linear.batch - row : kRowsTogether;
+        if (linear.batch == 1)
+            multiply_few<Format, 1>(linear, panel, linear.x, y);
+        else if (linear.batch == 2)
+            multiply_few<Format, 2>(linear, panel, linear.x, y);
+        else if (linear.batch == kRestRows)
+            multiply_few<Format, kRestRows>(linear, panel, linear.x, y);
         else
-            multiply_rows(Count<1>());
+            multiply_many<Format>(linear, panel, call.x.from(0, row), round_up(rows, 4), y);
+        for (long r = 0; r < rows; ++r) store(y.row(r), load(y.row(r)) + load(bias));
+        store_matrix(linear.y + row * linear.outputs + column, linear.outputs, y, rows, width);
     }
+}
+
+// Neighbouring panels, so that a thread reads a long piece of memory from front to back.
+template <class Format>
+void linear_unit(const void* context, long unit) {
+    const LinearCall& call = *static_cast<const LinearCall*>(context);
+    const long begin = unit * call.panels_of_unit, end = begin + call.panels_of_unit;
+    for (long panel = begin; panel < end && panel < call.panels; ++panel) linear_panel<Format>(call, panel);
+}
+
+long panels_of_unit(const MdnLinear& linear, long panels) {
+    constexpr long kUnitBytes = 64 << 10, kUnitsOfThread = 8;
+    const long bits = linear.format == MDN_BFLOAT16 ? 16 : linear.format == MDN_INT8 ? 8 : 4;
+    const long by_size = kUnitBytes / (linear.depth * kWidth * bits / 8),
+               by_count = panels / (linear.threads * kUnitsOfThread);
+    const long most = by_size < by_count ? by_size : by_count;
+    return most < 1 ? 1 : most;
+}
+
+// x[batch, depth] as [depth, batch], with zeros for the rows up to a multiple of 4.
+Matrix interleaved(const MdnLinear& linear, Arena& memory) {
+    const long batch = linear.batch, stride = round_up(batch, 4), whole = batch / 4 * 4;
+    const Matrix x{memory.floats(linear.depth * stride), stride};
+    transpose(x, Matrix{const_cast<float*>(linear.x), linear.depth}, whole, linear.depth);
+    for (long k = 0; k < linear.depth; ++k)
+        for (long r = whole; r < stride; ++r) x.row(k)[r] = r < batch ? linear.x[r * linear.depth + k] : 0;
+    return x;
 }
 
 }  // namespace
 }  // namespace mdn
 
 extern "C" int mdn_linear(const MdnLinear* linear) {
-    const long panels = (linear->outputs + mdn::kWidth - 1) / mdn::kWidth;
-    const auto work = linear->format == MDN_BFLOAT16 ? mdn::linear_panel<mdn::BFloat16Weights>
-                      : linear->format == MDN_INT8   ? mdn::linear_panel<mdn::Int8Weights>
-                                                     : mdn::linear_panel<mdn::Int4Weights>;
-    return mdn::run_units(linear->threads, panels, work, linear) ? 0 : 1;
+    using namespace mdn;
+    const long panels = (linear->outputs + kWidth - 1) / kWidth, each = panels_of_unit(*linear, panels);
+    LinearCall call{*linear, Matrix{}, panels, each};
+    const auto work = linear->format == MDN_BFLOAT16 ? linear_unit<BFloat16Weights>
+                      : linear->format == MDN_INT8   ? linear_unit<Int8Weights>
+                                                     : linear_unit<Int4Weights>;
+    try {
+        const long floats = is_few(linear->batch) ? 0 : linear->depth * round_up(linear->batch, 4);
+        Arena memory(scratch_of_this_thread().reserve(floats));
+        if (!is_few(linear->batch)) call.x = interleaved(*linear, memory);
+        return run_units(linear->threads, (panels + each - 1) / each, work, &call) ? 0 : 1;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
 }
