@@ -128,6 +128,7 @@ def test_a_broken_model_directory_is_named(
         ("analyze", "state-norm", "MODEL", "--text", __file__),
         ("analyze", "spectra", "--model", "MODEL", "--text", __file__),
         ("convert", "MODEL", "OUT"),
+        ("quantize", "MODEL", "OUT"),
     ],
 )
 def test_every_command_names_a_truncated_model(
@@ -138,6 +139,32 @@ def test_every_command_names_a_truncated_model(
     cut_weights(directory)
     places = {"MODEL": directory, "OUT": tmp_path / "out"}
     assert str(directory) in refused(capsys, *(places.get(word, word) for word in command))
+
+
+@pytest.mark.parametrize(
+    "damage", [cut_weights, empty_weights, change_weights(drop_one), rewrite_config(weight_format="int4")]
+)
+def test_a_broken_packed_model_is_named(
+    damage: Callable[[Path], None], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "packed"
+    assert main(["quantize", str(model), str(directory), "--weights", "int8"]) == 0
+    capsys.readouterr()
+    damage(directory)
+    assert str(directory) in refused(capsys, "generate", directory, "--prompt", "abc", "--max-new-tokens", "2")
+
+
+def test_an_interrupted_quantize_leaves_nothing_behind(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", interrupted)
+        assert main(["quantize", str(model), str(tmp_path / "packed")]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "mdn: interrupted"
+    assert main(["quantize", str(model), str(tmp_path / "packed")]) == 0
 
 
 # ---- words on the command line
@@ -164,6 +191,17 @@ def test_every_command_names_a_truncated_model(
         (("eval", "MODEL", "--tasks", "arc_easy", "--device", "cuda"), "device 'cuda' cannot be used here"),
         (("eval", "MODEL", "--suite", "needle", "--lengths", "a"), "--lengths must be positive whole numbers"),
         (("eval", "MODEL", "--tasks", "arc_easy", "--out", __file__), "--out must be a directory, got a file"),
+        (("quantize", "MODEL", "OUT/packed", "--weights", "int3"), "--weights invalid choice: 'int3'"),
+        (("quantize", "MODEL", __file__), "target: must be a directory, got a file"),
+        (("quantize", "OUT/nothing", "OUT/packed"), "nothing' is neither a model directory"),
+        (("quantize", "MODEL"), "the following arguments are required: target"),
+        (("bench", "decode", "--weights", "int3"), "--weights has unknown formats ['int3']"),
+        (("bench", "decode", "--weights", "int8", "--model", "OUT/nothing"), "nothing"),
+        (("bench", "decode", "--weights", "int8", "--batches", "0"), "--batches must be positive whole numbers"),
+        (("bench", "decode", "--weights", "int8", "--plot", "OUT/x.png"), "--plot cannot be combined with --weights"),
+        (("bench", "quality", "OUT"), "no config.json"),
+        (("bench", "quality", "MODEL", "--weights", "int3"), "--weights has unknown formats ['int3']"),
+        (("bench", "train", "--profile", "nothing"), "nothing"),
         (("needle", "--lengths", "a"), "--lengths must be positive whole numbers separated by commas, got 'a'"),
         (("needle", "--lengths", ""), "--lengths must be positive whole numbers"),
         (("needle", "--out", __file__), "--out must be a directory, got a file"),

@@ -112,6 +112,8 @@ SHORT = {
         "--repeats 1 --seconds 0.01"
     ),
     "mdn bench decode --weights": "--model mdn_tiny --batches 1,2 --repeats 1 --seconds 0.01 --no-llama",
+    "mdn train 20M": f"{TINY} output=runs/20M",
+    "mdn bench quality runs/demo runs/20M": "",
     "mdn bench train": f"{SMALL_MODELS} --lengths 32 --tokens 32",
     "mdn bench train --lengths 512 2048 8192": f"{SMALL_MODELS} --lengths 32 --tokens 32",
     "mdn bench train --json train.json --plot train.png": f"{SMALL_MODELS} --lengths 32 --tokens 32",
@@ -141,6 +143,7 @@ NOT_RUN = {
     "python -m mdn.bench.context_parallel_results docs/experiments/data/context_parallel.json docs/distributed.md": (
         "writes the page; tests/bench compares its tables with the results"
     ),
+    "mdn bench train --lengths 512 --profile demo paper/mdn_400M": "needs 8 GB of memory",
     "python -m mdn.analysis.figures": "writes docs/figures; compared in tests/analysis",
     "python -m mdn.experiments.studies.pages": "writes docs/experiments; compared in tests/experiments",
     "pytest tests/ops/triton": "part of this suite",

@@ -206,7 +206,7 @@ int main() {
         buffers.clear();
     }
     for (long format : {MDN_BFLOAT16, MDN_INT8, MDN_INT4})
-        for (long batch = 0; batch < 20; ++batch) run_linear(format, batch);
+        for (long batch = 0; batch < 54; ++batch) run_linear(format, batch);
     std::printf("%ld failures\n", failures);
     return failures != 0;
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from mdn.common.results import Table
 from mdn.layers import MIXERS
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
 from mdn.ops.fused import definitions_only
+from mdn.training.build import model_config
+from mdn.training.plan import vocabulary
+from mdn.training.recipe import load_recipe
 
 BASELINE = "attention"
 REFERENCE = "momentum_deltanet"
@@ -57,9 +61,9 @@ class StepSize:
         )
 
 
-def make_step(model: MomentumDeltaNetForCausalLM, batch: torch.Tensor, fused: bool = True) -> Callable[[], None]:
-    """A call that does one training step, with torch's fused AdamW or its plain one."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+def make_step(model: MomentumDeltaNetForCausalLM, batch: torch.Tensor) -> Callable[[], None]:
+    """A call that does one training step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model.train()
 
     def step() -> None:
@@ -135,11 +139,12 @@ def measure(mixers: Sequence[str], size: StepSize, repeats: int, budget_seconds:
 
 
 MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+SHARES = ("products", "rule", "rest")
 
 
 def compare_with_torch(size: StepSize, repeats: int, budget_seconds: float) -> dict[str, Any]:
-    """A step of MDN as it is, and as it was when all around the rule was plain torch (with torch's plain AdamW), from
-    the same weights: tokens per second, shares of the time, and the loss after the same number of steps."""
+    """A step of MDN as it is, and with all around the rule in plain torch, from the same weights and with the same
+    optimiser: tokens per second, shares of the time, and the loss after the same number of steps."""
     config = size.configs([REFERENCE])[REFERENCE]
     length = size.lengths[0]
     torch.manual_seed(0)
@@ -148,7 +153,7 @@ def compare_with_torch(size: StepSize, repeats: int, budget_seconds: float) -> d
     for name in ("native", "torch"):
         torch.manual_seed(0)
         models[name] = MomentumDeltaNetForCausalLM(config)
-    plain = make_step(models["torch"], batch, fused=False)
+    plain = make_step(models["torch"], batch)
 
     def before() -> None:
         with definitions_only():
@@ -178,11 +183,35 @@ def shares_of(step: Callable[[], object]) -> dict[str, float]:
     return {"products": products / total, "rule": rule / total, "rest": 1 - (products + rule) / total}
 
 
+def profile_recipe(name: str, most_tokens: int) -> dict[str, Any]:
+    """Shares of the time of one training step of a recipe's model, with at most ``most_tokens`` tokens in it."""
+    recipe = load_recipe(name, [])
+    training = recipe.training
+    length = min(training.sequence_length, most_tokens)
+    rows = max(min(training.batch_tokens, most_tokens) // length, 1)
+    config = model_config(recipe, vocabulary(recipe.tokenizer), end_id=0)
+    torch.manual_seed(0)
+    step = make_step(MomentumDeltaNetForCausalLM(config), torch.randint(config.vocab_size, (rows, length)))
+    step()  # memory and the optimiser's state are there from now on
+    started = time.perf_counter()
+    shares = shares_of(step)
+    seconds = time.perf_counter() - started
+    return {"recipe": name, "length": length, "tokens": rows * length, "seconds": seconds, **shares}
+
+
+def profile_table(profiles: Sequence[dict[str, Any]]) -> Table:
+    lines = [
+        [p["recipe"], f"{p['tokens']:,} tokens, T = {p['length']:,}", *(f"{p[key]:.1%}" for key in SHARES)]
+        for p in profiles
+    ]
+    header = ["recipe", "step", "matrix products", "rule", "everything else"]
+    return Table("where the time of a training step goes", header, lines)
+
+
 def comparison_table(compared: dict[str, Any]) -> Table:
     rows = compared["rows"]
-    names = ("tokens_per_second", "products", "rule", "rest", "loss")
     lines = [
-        [name, f"{row['tokens_per_second']:,.0f}", *(f"{row[key]:.1%}" for key in names[1:4]), f"{row['loss']:.4f}"]
+        [name, f"{row['tokens_per_second']:,.0f}", *(f"{row[key]:.1%}" for key in SHARES), f"{row['loss']:.4f}"]
         for name, row in rows.items()
     ]
     faster = rows["native"]["tokens_per_second"] / rows["torch"]["tokens_per_second"]
@@ -219,6 +248,7 @@ def tables(content: dict[str, Any]) -> list[Table]:
         speeds,
         *([] if relative is None else [relative]),
         *([] if compared is None else [comparison_table(compared)]),
+        *([profile_table(content["profiles"])] if content.get("profiles") else []),
     ]
 
 

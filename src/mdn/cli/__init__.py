@@ -34,6 +34,7 @@ COMMANDS: dict[str, str | dict[str, str]] = {
         "op": "mdn.cli.bench_op",
         "decode": "mdn.cli.bench_decode",
         "train": "mdn.cli.bench_train",
+        "quality": "mdn.cli.bench_quality",
         "serve": "mdn.cli.bench_serve",
         "kernels": "mdn.cli.bench_kernels",
         "context-parallel": "mdn.cli.bench_context_parallel",

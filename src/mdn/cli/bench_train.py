@@ -22,6 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=number(0), default=120.0, help="seconds per length after which repeating stops"
     )
+    parser.add_argument(
+        "--profile", nargs="+", default=[], metavar="RECIPE", help="also: where the time of a recipe's step goes"
+    )
+    parser.add_argument(
+        "--profile-tokens", type=positive_int, default=2048, help="most tokens of a step of --profile (2048)"
+    )
     add_output_arguments(parser)
 
 
@@ -31,10 +37,21 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from mdn.bench.timing import machine
-    from mdn.bench.training_step import StepSize, check_mixers, compare_with_torch, draw, measure, tables
+    from mdn.bench.training_step import (
+        StepSize,
+        check_mixers,
+        compare_with_torch,
+        draw,
+        measure,
+        profile_recipe,
+        tables,
+    )
     from mdn.common.results import write_results
     from mdn.layers import MIXERS
+    from mdn.training.recipe import load_recipe
 
+    for name in args.profile:
+        load_recipe(name, [])  # a wrong name is found out before anything is measured
     facts = machine()
     mixers = check_mixers(args.mixers or list(MIXERS))
     size = StepSize(hidden_size=args.hidden_size, layers=args.layers, tokens=args.tokens, lengths=tuple(args.lengths))
@@ -42,7 +59,8 @@ def run(args: argparse.Namespace) -> None:
     compared = None
     if not torch.cuda.is_available() and "momentum_deltanet" in mixers:
         compared = compare_with_torch(size, args.repeats, args.budget)
-    content = {"machine": facts, "size": vars(size), "rows": rows, "compared": compared}
+    profiles = [profile_recipe(name, args.profile_tokens) for name in args.profile]
+    content = {"machine": facts, "size": vars(size), "rows": rows, "compared": compared, "profiles": profiles}
     print(*tables(content), sep="\n\n")
     write_results(args.json, "train", content)
     if args.plot is not None:

@@ -171,18 +171,21 @@ constexpr long kInputsTogether = 128;                     // decoded weights tha
 // Calls body(count, first) over tiles of `rows` rows, a multiple of 4.
 template <class Body>
 MDN_INLINE void for_tiles(long rows, Body&& body) {
-    long first = 0;
-    for (; rows - first >= kMostRows; first += kMostRows) body(Count<kMostRows>(), first);
-    if (kMostRows > 8)
+    if constexpr (kMostRows == kTileRows) {
+        for_blocks_down(rows, body);
+    } else {
+        long first = 0;
+        for (; rows - first >= kMostRows; first += kMostRows) body(Count<kMostRows>(), first);
         for (; rows - first >= 8; first += 8) body(Count<8>(), first);
-    for (; first < rows; first += kRestRows) body(Count<kRestRows>(), first);
+        for (; first < rows; first += kRestRows) body(Count<kRestRows>(), first);
+    }
 }
 
 // y[rows, 16] = x[depth, rows]^T @ panel[depth, 16]; at most kRowsTogether rows, a multiple of 4.
 template <class Format>
 void multiply_many(const MdnLinear& linear, long panel, const Matrix x, long rows, const Matrix y) {
     alignas(64) float decoded[kInputsTogether * kWidth];
-    const bool one_tile = rows == kMostRows || rows == kRestRows || (kMostRows > 8 && rows == 8);
+    const bool one_tile = rows == kRestRows || (kMostRows != kTileRows && (rows == 8 || rows == kMostRows));
     const long most = one_tile ? linear.depth : kInputsTogether;
     fill_zeros(y, rows);
     for (long first = 0; first < linear.depth; first += most) {
