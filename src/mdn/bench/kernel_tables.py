@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mdn.bench.kernels import total_ms
+from mdn.bench.kernel_bars import total_ms
 from mdn.common.results import fill_page
 
 

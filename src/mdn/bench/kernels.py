@@ -1,7 +1,7 @@
-"""What the Triton kernels cost, found without a GPU: resources per target, launches, and bytes written.
+"""The launches that `forward`, `backward` and `step_` make for inputs of each kind, recorded or run without a GPU.
 
-Resources come from compiling exactly the launches that `forward`, `backward` and `step_` make. Launches and bytes are
-counted while the kernels run under Triton's interpreter, in a process of its own (`python -m mdn.bench.kernels K V`).
+Launches and the bytes they write are counted while the kernels run under Triton's interpreter, in a process of its own
+(`python -m mdn.bench.kernels K V`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,15 +19,6 @@ from torch import Tensor
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 
-BARS = {"launches": {"forward": 5, "backward": 6}, "bytes_K128": {"forward": 3000, "backward": 8000}}
-SPILL_BAR_K128 = 64
-ESTIMATE_BARS = {"H=6 K=128 V=256": {"gdn": 1.5, "kda": 1.1}, "H=6 K=256 V=512": {"gdn": 1.4, "kda": 1.3}}
-"""how many times as long ours may take by the estimate on sm_90"""
-COUNT_BARS = {"forward": 700, "backward": 2000}
-"""warp instructions per token and head, emulated"""
-WAVEFRONT_BAR = 1.2
-"""passes through shared memory over those without bank conflicts, in every kernel"""
-SHARED_LIMIT_SM90 = 232_448
 PASSES = ("forward", "backward", "decode")
 
 
@@ -110,37 +100,6 @@ def record_launches(variant: Variant, target: str) -> dict[str, list[Any]]:
     return seen
 
 
-def compile_variant(variant: Variant, target: str) -> Iterator[dict[str, Any]]:
-    """One row per launch: name, pass, target, K, V, its resources and, on sm_80 and sm_90, its static timeline."""
-    from mdn.bench.gpu.compiling import build, compile_launch
-    from mdn.bench.gpu.estimate import GPUS, analyse
-    from mdn.ops.triton.availability import interpreting
-
-    if interpreting():
-        raise ValueError("TRITON_INTERPRET must not be 1 here: the interpreter compiles nothing")
-    for which, launches in record_launches(variant, target).items():
-        for launch in launches:
-            row = {"name": launch.name, "pass": which, "target": target, "K": variant.key_dim, "V": variant.value_dim}
-            row |= compile_launch(launch, target).as_dict()
-            if target in GPUS:
-                found = analyse(build(launch, target))
-                row |= found.as_dict(GPUS[target], scan=launch.name in SCANS)
-            yield row
-
-
-SCANS = ("forward_states", "rebuild_states", "backward_states")
-"""kernels that walk along a sequence: their cycles and barriers are those of one chunk"""
-
-
-def total_ms(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
-    """(target, size) -> op -> estimated milliseconds of all its launches."""
-    totals: dict[tuple[str, str], dict[str, float]] = {}
-    for row in report.get("estimates", ()):
-        ops = totals.setdefault((row["target"], row["size"]), {})
-        ops[row["op"]] = ops.get(row["op"], 0.0) + row["ms"]
-    return totals
-
-
 def written_by(variant: Variant, which: str) -> list[tuple[str, dict[str, int]]]:
     """For each launch of a pass: the kernel and the bytes it writes into each argument, counted while it runs."""
     from mdn.bench.gpu.interpreter import count_written_bytes
@@ -193,46 +152,6 @@ def count_launches_and_bytes(key_dim: int, value_dim: int) -> dict[str, dict[str
     if done.returncode != 0:
         raise ValueError(f"counting launches failed: {done.stderr.strip().splitlines()[-1]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def broken_bars(report: dict[str, Any]) -> list[str]:
-    """Every bar of this project that the report does not meet, in words."""
-    broken = []
-    for name, bar in BARS["launches"].items():
-        if report["launches"][name] > bar:
-            broken.append(f"{name}: {report['launches'][name]} launches, bar {bar}")
-    for name, bar in BARS["bytes_K128"].items():
-        found = report["bytes_written_per_token_head"].get("K128", {}).get(name, 0)
-        if found > bar:
-            broken.append(f"{name}: {found:.0f} bytes per token and head at K=128, bar {bar}")
-    alone = [row for row in report.get("variants", ()) if row["variant"] == "batch 1"]
-    for row in (*report["kernels"], *alone):
-        if row["K"] == 128 and row["target"] in ("sm_80", "sm_90") and row["spill_bytes"] > SPILL_BAR_K128:
-            broken.append(f"{row['name']} spills {row['spill_bytes']} bytes on {row['target']} at K=128")
-        if row["name"] == "decode" and row.get("loads_after_a_wait"):
-            broken.append(f"decode issues {row['loads_after_a_wait']} loads after a wait on {row['target']}")
-    for (target, size), times in total_ms(report).items():
-        for other, factor in ESTIMATE_BARS[size].items():
-            if target == "sm_90" and times["mdn"] > factor * times[other]:
-                broken.append(f"{size}: estimated {times['mdn'] / times[other]:.2f} times {other}, bar {factor}")
-    ours = [row for row in report.get("counts", ()) if row["op"] == "mdn"]
-    for which, bar in COUNT_BARS.items():
-        for target in {row["target"] for row in ours}:
-            mine = [row["warp_instructions"] for row in ours if (row["target"], row["pass"]) == (target, which)]
-            if sum(mine) > bar:
-                broken.append(f"{which}: {sum(mine):.0f} warp instructions on {target}, bar {bar}")
-    for row in ours:
-        if row["wavefronts"] > WAVEFRONT_BAR * row["wavefronts_ideal"]:
-            broken.append(
-                f"{row['name']} ({row['pass']}, {row['target']}): {row['wavefronts'] / row['wavefronts_ideal']:.2f} "
-                f"times the wavefronts without bank conflicts, bar {WAVEFRONT_BAR}"
-            )
-    for row in (*report["kernels"], *report.get("variants", ())):
-        if row.get("register_products"):
-            broken.append(f"{row['name']} has wgmma with an operand in registers on {row['target']} at K={row['K']}")
-        if row["target"] == "sm_90" and row["shared_bytes"] > SHARED_LIMIT_SM90:
-            broken.append(f"{row['name']} needs {row['shared_bytes']} bytes of shared memory on sm_90 at K={row['K']}")
-    return broken
 
 
 if __name__ == "__main__":

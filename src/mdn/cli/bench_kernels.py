@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--estimates",
         nargs="+",
         choices=("sm_90", "sm_80"),
-        default=["sm_90"],
+        default=["sm_90", "sm_80"],
         help="GPUs for which times are estimated",
     )
     parser.add_argument(
@@ -46,13 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from mdn.bench.kernels import (
-        VARIANTS,
-        Variant,
-        broken_bars,
-        compile_variant,
-        count_launches_and_bytes,
-    )
+    from mdn.bench.kernel_bars import broken_bars
+    from mdn.bench.kernels import VARIANTS, Variant, count_launches_and_bytes
     from mdn.ops.triton.availability import MAX_KEY_DIM, triton_version
 
     version = triton_version()
@@ -61,6 +56,8 @@ def run(args: argparse.Namespace) -> None:
     wrong = [key_dim for key_dim in args.key_dims if not 1 <= key_dim <= MAX_KEY_DIM]
     if wrong:
         raise ValueError(f"--key-dims must be between 1 and {MAX_KEY_DIM}, got {wrong[0]}")
+    from mdn.bench.gpu.compiling import compile_variant  # imports Triton
+
     defaults = [Variant(key_dim=key_dim, value_dim=VALUE_DIM) for key_dim in args.key_dims]
     wanted = [(variant, target) for variant in defaults for target in args.targets]
     wanted += [(variant, target) for variant in VARIANTS for target in args.variants]
@@ -110,8 +107,8 @@ def _counts() -> Iterator[dict[str, Any]]:
 
 
 def _show(report: dict[str, Any], broken: list[str]) -> None:
+    from mdn.bench.kernel_bars import total_ms
     from mdn.bench.kernel_tables import list_buffers
-    from mdn.bench.kernels import total_ms
 
     launches = report["launches"]
     print(f"launches: forward {launches['forward']}, backward {launches['backward']}, decode {launches['decode']}")

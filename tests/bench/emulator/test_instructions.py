@@ -142,6 +142,12 @@ def test_shuffles(mode, amount, clamp, expected):
     assert (result == WORDS[0][expected(lane)]).all()
 
 
+def test_reductions_over_a_warp():
+    smallest = on_words("redux.sync.min.s32 %r20, %r10, -1;", WORDS[0], result=np.int32)
+    assert (smallest == signed(WORDS[0]).min()).all()
+    assert (on_words("redux.sync.xor.b32 %r20, %r10, -1;", WORDS[0]) == np.bitwise_xor.reduce(WORDS[0])).all()
+
+
 def test_lanes_that_part_ways_meet_again():
     body = """
       setp.lt.u32 %p1, %r1, 10;

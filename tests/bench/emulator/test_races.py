@@ -43,7 +43,7 @@ def test_a_warp_barrier_does_not_order_two_warps():
     assert races(TWO_WARPS.format(first="bar.warp.sync -1;", second="bar.sync 0;", partner=128))
 
 
-def test_reading_what_nobody_wrote_is_reported():
+def test_reading_what_was_never_written_is_reported():
     assert "never written" in races("mov.b32 %r9, 64; ld.shared.b32 %r20, [%r9];")[0]
 
 

@@ -172,7 +172,7 @@ class _Run:
             staying = np.broadcast_to(mask, len(leaving)) & ~leaving
             if staying.any():
                 self._go(index + 1, staying)
-            self._release()  # threads that have returned hold nobody up
+            self._release()  # threads that have returned are not waited for
 
     def _go(self, block: int, mask: Mask) -> None:
         if block in self.ready and mask is not True:

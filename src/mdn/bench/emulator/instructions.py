@@ -15,7 +15,7 @@ from mdn.bench.emulator.tensor_cores import TensorCores, WgmmaOperands, wgmma_co
 Run = Callable[[Mask], None]
 
 ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "min": np.fmin, "max": np.fmax}
-INTEGER: dict[str, Callable[..., Any]] = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}
+INTEGER: dict[str, np.ufunc] = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}
 INTEGER |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ex2": np.exp2,
@@ -96,7 +96,7 @@ class Builder(Operands):
 
     def _mov(self, ins: Instruction) -> Run:
         target, source = ins.operands
-        if target.startswith("{"):  # take apart; a part that nobody needs is written as _
+        if target.startswith("{"):  # take apart; an unused part is written as _
             kind = f"u{WIDTHS[ins.kind] // len(group(target))}"
             puts = [self.target(part, kind) for part in group(target)]
             pieces = self.register(source).view(dtype_of(kind)).reshape(-1, len(puts))
@@ -365,6 +365,17 @@ class Builder(Operands):
             result, in_range = self.machine.shuffle(mode, value(), b(), c, mask, where)
             put(result, mask)
             put_range(in_range, mask)
+
+        return run
+
+    def _redux(self, ins: Instruction) -> Run:
+        """Combine one number of every lane of a warp; in Triton's code the mask of lanes is the whole warp."""
+        put, value = self.target(ins.operands[0], ins.kind), self.lanes(ins.operands[1], ins.kind)
+        combine, where = INTEGER[ins.parts[2]], place_of(ins)
+
+        def run(mask: Mask) -> None:
+            self.machine.require_whole_warps(mask, where)
+            put(np.repeat(combine.reduce(value().reshape(-1, 32), axis=1), 32), mask)
 
         return run
 

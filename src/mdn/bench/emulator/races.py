@@ -143,7 +143,7 @@ class GlobalRaceDetector(RaceDetector):
     def __init__(self, threads: int, ctas: int, size: int):
         super().__init__(threads, ctas, size)
         self.first_cta = 0  # of the batch that runs now
-        self.reader_cta = np.zeros(size // GRANULE, np.int32)  # plus one; 0: nobody
+        self.reader_cta = np.zeros(size // GRANULE, np.int32)  # plus one; 0: no reader
 
     def cta_barrier(self, arrived: Array) -> None:
         ctas = np.zeros(len(self.cta_epoch), bool)

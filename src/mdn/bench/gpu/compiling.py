@@ -21,6 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from mdn.bench.kernels import Variant, record_launches
+from mdn.ops.triton.availability import interpreting
 from mdn.ops.triton.host import Launch
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -31,6 +33,8 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+SCANS = ("forward_states", "rebuild_states", "backward_states")
+"""kernels that walk along a sequence: their cycles and barriers are those of one chunk"""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,22 @@ def compile_launch(launch: Launch, target: str) -> Resources:
     """The resources of a launch."""
     read = read_nvidia if TARGETS[target].backend == "cuda" else read_amd
     return read(build(launch, target))
+
+
+def compile_variant(variant: Variant, target: str) -> Iterator[dict[str, Any]]:
+    """One row per launch: name, pass, target, K, V, its resources and, on sm_80 and sm_90, its static timeline."""
+    from mdn.bench.gpu.estimate import GPUS, analyse
+
+    if interpreting():
+        raise ValueError("TRITON_INTERPRET must not be 1 here: the interpreter compiles nothing")
+    for which, launches in record_launches(variant, target).items():
+        for launch in launches:
+            row = {"name": launch.name, "pass": which, "target": target, "K": variant.key_dim, "V": variant.value_dim}
+            row |= compile_launch(launch, target).as_dict()
+            if target in GPUS:
+                found = analyse(build(launch, target))
+                row |= found.as_dict(GPUS[target], scan=launch.name in SCANS)
+            yield row
 
 
 def machine_code(compiled: Any) -> str:

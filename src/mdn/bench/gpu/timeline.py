@@ -5,6 +5,7 @@ scoreboards it waits and signals. `walk` follows the code from its entry to its 
 latency for everything that signals through a scoreboard (LATENCY). Warps of a block are taken as balanced, and nothing
 else runs on the SM. Loops with constant bounds are followed as often as they turn: their counters are evaluated on the
 way. A loop whose bound is not known is followed four times; of a loop over a sequence's chunks the last turn counts.
+Code behind `if x != 0.0:` of a float is for numbers that are not finite, and is not followed.
 
 Weak points: cache hits (all global loads cost the same), barriers and fences (a constant each), and other warps.
 """
@@ -193,6 +194,8 @@ class Values:
             self._add(name, ops, before)
         elif re.match(r"U?ISETP", name):
             self.set(ops[0], self._compare(name, ops, before))
+        elif name in ("FSETP.NEU.AND", "FSETP.EQ.OR") and ops[3] == "RZ":
+            self.set(ops[0], int(name == "FSETP.EQ.OR"))
 
     def _add(self, name: str, ops: tuple[str, ...], before: dict[str, int]) -> None:
         look = Values()
@@ -315,14 +318,13 @@ class Walk:
         elif family == "DEPBAR" and len(instruction.operands) > 1:
             allowed = self.values.get(instruction.operands[-1]) or 0
             self.total.copies_in_flight = max(self.total.copies_in_flight, allowed)
-        latencies = (
-            (instruction.signals, LATENCY.get(family, OTHER_LATENCY)),
-            (instruction.signals_read, OPERANDS_READ),
+        signals = (
+            (instruction.signals_read, OPERANDS_READ, f"operands of {family}"),
+            (instruction.signals, LATENCY.get(family, OTHER_LATENCY), family),
         )
-        for signalled, latency in latencies:
-            if signalled is not None:
-                self.ready[signalled] = max(self.ready[signalled], self.now + latency)
-                self.source[signalled] = family
+        for signalled, latency, what in signals:
+            if signalled is not None and self.now + latency >= self.ready[signalled]:
+                self.ready[signalled], self.source[signalled] = self.now + latency, what
         self.now += instruction.stall
         self.total.issued += 1
         self.total.bytes_moved += _bytes_moved(instruction)

@@ -172,9 +172,22 @@ class Place(NamedTuple):
 
 
 @triton.jit
+def key_sources(q, k, p, chunk, key_head, shape, arithmetic, HELD: tl.constexpr):
+    """q, k and p for `tile_of`. Where tensor cores read operands from shared memory (Hopper), there are registers to
+    hold the tiles [C, BK] from the beginning (HELD), and no part waits for their loads. Elsewhere these are the
+    tensors."""
+    if HELD:
+        q_tile = load_keys(q, chunk, key_head, shape).to(arithmetic.OPERAND)
+        k_tile = load_keys(k, chunk, key_head, shape).to(arithmetic.OPERAND)
+        p_tile = k_tile if p is None else load_keys(p, chunk, key_head, shape).to(arithmetic.OPERAND)
+        return q_tile, k_tile, p_tile
+    else:
+        return q, k, k if p is None else p
+
+
+@triton.jit
 def tile_of(source, chunk, key_head, shape, arithmetic, HELD: tl.constexpr):
-    """A tile [C, BK] of q, k or p. Where tensor cores read operands from shared memory (Hopper), there are registers to
-    hold it from the beginning (HELD), and no part waits for its load. Elsewhere it is loaded where it is used."""
+    """A tile [C, BK] of q, k or p, held or loaded here."""
     if HELD:
         return source
     else:
@@ -279,13 +292,7 @@ def backward_inputs_kernel(
         slot = chunk.slot + member
         state, grad_state = states + slot * STATE, grad_states + slot * STATE
         store_grad_decays(grad_vectors, state, grad_state, slot, shape, BV // 2, COMPUTE)
-    probe = k if p is None else p
-    if HELD:
-        q_source = load_keys(q, chunk, key_head, shape).to(OPERAND)  # [C, BK]
-        k_source = load_keys(k, chunk, key_head, shape).to(OPERAND)  # [C, BK]
-        p_source = k_source if p is None else load_keys(p, chunk, key_head, shape).to(OPERAND)  # [C, BK]
-    else:
-        q_source, k_source, p_source = q, k, probe
+    q_source, k_source, p_source = key_sources(q, k, p, chunk, key_head, shape, arithmetic, HELD)
 
     of_q = tl.zeros([C, BK], COMPUTE)
     for member in range(HV // H):

@@ -1,7 +1,7 @@
 """Kernel of one decoding step, one program per (row, value head, tile of V columns).
 
 Gates, L2 norm, update and read-out in one launch; S and M are read once and written once, in place. A small batch is
-latency alone: so every load stands above the first use, and all of them are in flight together. No tuning and no host
+latency alone: so all loads are issued before the first use, and are in flight together. No tuning and no host
 synchronisation, so the step can be captured in a CUDA graph.
 """
 
@@ -13,7 +13,7 @@ from mdn.ops.triton.device import L2NORM_EPS
 
 @triton.jit
 def normalise(vector, L2NORM: tl.constexpr):
-    """A vector [BK] of length 1, if asked for (18)."""
+    """A vector [BK] of length 1, with L2NORM (18)."""
     if L2NORM:
         vector *= 1.0 / tl.sqrt(tl.sum(vector * vector, axis=0) + L2NORM_EPS)
     return vector
@@ -71,25 +71,28 @@ def decode_kernel(
     mask = (rows < K)[:, None] & (columns < tl.where(exists, V, 0))[None, :]
 
     S_at = S + slot * S_slot_stride + head * S_head_stride + rows[:, None] * S_row_stride + columns[None, :]
-    S_tile = tl.load(S_at, mask=mask, other=0.0).to(COMPUTE)  # [BK, BV]
+    # Volatile loads stay in this order. The assembler would otherwise begin with the norm of k and issue the loads of
+    # the states after it. Triton would load v twice if that were volatile; its load cannot pass the barrier either.
+    S_tile = tl.load(S_at, mask=mask, other=0.0, volatile=True).to(COMPUTE)  # [BK, BV]
     if M is None:
         M_tile = tl.zeros_like(S_tile)
     else:
         M_at = M + slot * M_slot_stride + head * M_head_stride + rows[:, None] * M_row_stride + columns[None, :]
-        M_tile = tl.load(M_at, mask=mask, other=0.0).to(COMPUTE)  # [BK, BV]
-    k_t = tl.load(k + key_row * K + rows, mask=rows < K, other=0.0).to(COMPUTE)  # [BK]
-    q_t = tl.load(q + key_row * K + rows, mask=rows < K, other=0.0).to(COMPUTE)  # [BK]
+        M_tile = tl.load(M_at, mask=mask, other=0.0, volatile=True).to(COMPUTE)  # [BK, BV]
+    r_t = tl.load(v + value_row * V + columns, mask=inside, other=0.0).to(COMPUTE)  # [BV]
+    log_alpha_t = tl.load(log_alpha + value_row, volatile=True).to(COMPUTE)
+    log_mu_t = tl.load(log_mu + value_row, volatile=True).to(COMPUTE)
+    beta_t = tl.load(beta + value_row, volatile=True).to(COMPUTE)
+    eta_t = tl.load(eta + value_row, volatile=True).to(COMPUTE)
+    if direct is not None:
+        direct_t = tl.load(direct + value_row, volatile=True).to(COMPUTE)
+    q_t = tl.load(q + key_row * K + rows, mask=rows < K, other=0.0, volatile=True).to(COMPUTE)  # [BK]
+    tl.debug_barrier()
+    k_t = tl.load(k + key_row * K + rows, mask=rows < K, other=0.0, volatile=True).to(COMPUTE)  # [BK]
     if p is None:
         p_t = k_t
     else:
-        p_t = tl.load(p + key_row * K + rows, mask=rows < K, other=0.0).to(COMPUTE)  # [BK]
-    r_t = tl.load(v + value_row * V + columns, mask=inside, other=0.0).to(COMPUTE)  # [BV]
-    log_alpha_t = tl.load(log_alpha + value_row).to(COMPUTE)
-    log_mu_t = tl.load(log_mu + value_row).to(COMPUTE)
-    beta_t = tl.load(beta + value_row).to(COMPUTE)
-    eta_t = tl.load(eta + value_row).to(COMPUTE)
-    if direct is not None:
-        direct_t = tl.load(direct + value_row).to(COMPUTE)
+        p_t = tl.load(p + key_row * K + rows, mask=rows < K, other=0.0, volatile=True).to(COMPUTE)  # [BK]
 
     alpha = tl.exp(log_alpha_t)
     p_t = normalise(p_t, L2NORM)
@@ -101,11 +104,11 @@ def decode_kernel(
         r_t -= tl.sum((alpha * S_tile - beta_t * M_tile) * p_t[:, None], axis=0)
     else:
         r_t -= tl.sum(S_tile * p_t[:, None], axis=0)
-    write = normalise(k_t, L2NORM)[:, None] * r_t[None, :]
-    M_tile -= eta_t * write
+    k_t = normalise(k_t, L2NORM)
+    M_tile -= k_t[:, None] * (eta_t * r_t)[None, :]
     S_tile = alpha * S_tile - beta_t * M_tile
     if direct is not None:
-        S_tile += direct_t * write
+        S_tile += k_t[:, None] * (direct_t * r_t)[None, :]
     o_t = tl.sum(S_tile * normalise(q_t, L2NORM)[:, None], axis=0) * scale
     tl.store(S_at, S_tile.to(S.dtype.element_ty), mask=mask)
     if M is not None:

@@ -139,6 +139,22 @@ def scale_products(attend, erase, inverse, gamma_S, vectors, slot, LOOKAHEAD: tl
 
 
 @triton.jit
+def contain(attend, erase, gamma_S, slot, C: tl.constexpr):
+    """Keep what is not finite from the tokens before it. Their rows of attend and of the inverse would meet it as
+    0 * NaN above the diagonal; the outputs of the tokens after it become NaN through attend."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    diagonal = slot * (C * C) + tl.arange(0, C) * (C + 1)
+    finite = (tl.load(erase + diagonal) + tl.load(gamma_S + diagonal)) * 0.0 == 0.0  # [C], keys and gates
+    first = tl.min(tl.where(finite, C, tl.arange(0, C)))
+    tl.debug_barrier()
+    at = square_at(erase, slot, C)
+    tl.store(at, tl.where((i < first) & (i > j), tl.load(at), 0.0))
+    at = square_at(attend, slot, C)
+    weights = tl.where(i >= j, tl.load(at).to(gamma_S.dtype.element_ty), 0.0)
+    tl.store(at, tl.where(i < first, weights, float("nan")).to(attend.dtype.element_ty))
+
+
+@triton.jit
 def corner(matrix, PAIRS: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr):
     """Pointers [PAIRS, SIZE, SIZE] of the first SIZE x SIZE block of every pair of blocks on the diagonal."""
     pair = tl.arange(0, PAIRS)[:, None, None] * (2 * SIZE * (C + 1))
@@ -292,6 +308,10 @@ def prepare_kernel(
     store_vector(vectors, k_factor * decays.write_S, slot, WRITE_S, C)
     store_vector(vectors, k_factor * decays.write_M, slot, WRITE_M, C)
     store_decays(vectors, decays.abar_end, decays.b_end, decays.mbar_end, slot, DECAYS, VECTORS, C)
+    damage = (p_factor + k_factor * decays.write_S) * 0.0
+    if not L2NORM:
+        damage += tl.load(erase + square + tl.arange(0, C) * (C + 1)) * 0.0
+    damage = tl.sum(damage)  # NaN, unless all keys and gates are finite
     tl.debug_barrier()
 
     scale_products(attend, erase, inverse, gamma_S, vectors, slot, LOOKAHEAD, C)
@@ -299,4 +319,8 @@ def prepare_kernel(
     row, column = tl.arange(0, C)[:, None] // 16, tl.arange(0, C)[None, :] // 16
     tl.store(square_at(inverse, slot, C), tl.zeros([C, C], COMPUTE), mask=row > column if BACKWARD else row < column)
     tl.debug_barrier()
+    if not BACKWARD:  # noqa: SIM102
+        if damage != 0.0:
+            contain(attend, erase, gamma_S, slot, C)
+            tl.debug_barrier()
     invert(erase + square, inverse + square, C, BACKWARD, EXACT, COMPUTE)

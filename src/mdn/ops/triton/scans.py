@@ -13,6 +13,8 @@ nothing. All loads of a turn stand at its top, above every store: the compiler c
 the pipeline of asynchronous copies begins with them.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -79,7 +81,7 @@ def load_states(states, scan, sequences, shape, COMPUTE: tl.constexpr):
 
 @triton.jit
 def store_states(states, X, scan, sequences, shape):
-    """The inverse of `load_states`; does nothing when nobody wants the states."""
+    """The inverse of `load_states`; does nothing when the states are not wanted."""
     if states is not None:
         offsets, mask = state_at(scan.column, shape, shape.BV)
         offsets += (scan.sequence * shape.HV + scan.head).to(tl.int64) * (shape.K * shape.V)
@@ -103,6 +105,101 @@ def store_chunk_states(states, S, M, slot, column, shape):
 def load_pair(vectors, slot, OF_S: tl.constexpr, OF_M: tl.constexpr, C: tl.constexpr):
     """Two vectors as columns [C, 1]: what multiplies products with S and with M."""
     return load_vector(vectors, slot, OF_S, C)[:, None], load_vector(vectors, slot, OF_M, C)[:, None]
+
+
+class Turn(NamedTuple):
+    """What a turn of `forward_states` or `backward_states` loads of its chunk."""
+
+    q: tl.tensor  # [C, BK] OPERAND, as are k and p
+    k: tl.tensor
+    p: tl.tensor
+    v: tl.tensor  # [C, BV], or of grad_o
+    inverse: tl.tensor  # [C, C]
+    attend: tl.tensor  # [C, C]
+    read_S: tl.tensor  # [C, 1], as are the other vectors
+    read_M: tl.tensor
+    query_S: tl.tensor
+    query_M: tl.tensor
+    write_S: tl.tensor
+    write_M: tl.tensor
+    abar: tl.tensor  # numbers, of the whole chunk
+    b: tl.tensor
+    mbar: tl.tensor
+
+
+@triton.jit
+def load_turn(q, k, p, v, attend, inverse, vectors, scan, chunk, shape, PIECE: tl.constexpr, OPERAND: tl.constexpr):
+    """All loads of a turn but that of erase, which only float32 inputs need."""
+    k_tile = load_keys(k, chunk, scan.key_head, shape).to(OPERAND)
+    if p is None:
+        p_tile = k_tile
+    else:
+        p_tile = load_keys(p, chunk, scan.key_head, shape).to(OPERAND)
+    q_tile = load_keys(q, chunk, scan.key_head, shape).to(OPERAND)
+    v_tile = load_values(v, chunk, scan.head, scan.column, shape)
+    inverse_tile = tl.load(square_at(inverse, chunk.slot, shape.C))
+    attend_tile = load_attend(attend, chunk.slot, PIECE, shape.C)
+    read_S, read_M = load_pair(vectors, chunk.slot, READ_S, READ_M, shape.C)
+    query_S, query_M = load_pair(vectors, chunk.slot, QUERY_S, QUERY_M, shape.C)
+    write_S, write_M = load_pair(vectors, chunk.slot, WRITE_S, WRITE_M, shape.C)
+    abar, b, mbar = load_decays(vectors, chunk.slot, DECAYS, VECTORS, shape.C)
+    return Turn(
+        q=q_tile, k=k_tile, p=p_tile, v=v_tile, inverse=inverse_tile, attend=attend_tile,
+        read_S=read_S, read_M=read_M, query_S=query_S, query_M=query_M, write_S=write_S, write_M=write_M,
+        abar=abar, b=b, mbar=mbar,
+    )  # fmt: skip
+
+
+@triton.jit
+def rows_before_damage(target):
+    """[C, BV]: whether every number of the column is finite up to this row."""
+    rows = tl.arange(0, target.shape[0])[:, None]
+    first = tl.min(tl.where(target * 0.0 == 0.0, target.shape[0], rows), axis=0)  # [BV]
+    return rows < first[None, :]
+
+
+@triton.jit
+def forward_turn(
+    X, q, k, p, v, attend, erase, inverse, vectors, o, residual, scan, number, shape, arithmetic,
+    PIECE: tl.constexpr, CONTAIN: tl.constexpr,
+):  # fmt: skip
+    """One chunk: stores o and the residual, returns X [BK, 2 BV] after it. CONTAIN keeps what is not finite from
+    earlier tokens of the chunk: in the products below it would meet them as 0 * NaN."""
+    chunk = chunk_at(scan.begin, scan.length, scan.sequence, number, scan.head, shape.HV, shape.C)
+    turn = load_turn(q, k, p, v, attend, inverse, vectors, scan, chunk, shape, PIECE, arithmetic.OPERAND)
+    operand = X.to(arithmetic.OPERAND)
+    of_S, of_M = split_columns(product(turn.p, operand, arithmetic))
+    target = turn.v.to(arithmetic.COMPUTE) - turn.read_S * of_S + turn.read_M * of_M  # (6) [C, BV]
+    if CONTAIN:
+        clean = rows_before_damage(target)
+        target = tl.where(clean, target, 0.0)
+    of_S, of_M = split_columns(product(turn.q, operand, arithmetic))
+    out = turn.query_S * of_S - turn.query_M * of_M
+    R = product(turn.inverse, target, arithmetic)
+    if erase is not None:
+        # A stored inverse loses digits that substitution keeps; one step of refinement brings them back.
+        erase_tile = tl.load(square_at(erase, chunk.slot, shape.C))
+        rest = target - R - product(erase_tile, R, arithmetic)
+        R = add_product(R, turn.inverse, rest, arithmetic)
+    # As it is saved: the backward pass rebuilds the states from it.
+    R = R.to(v.dtype.element_ty)
+    # (8)
+    S, M = split_columns(X)
+    wide = R.to(arithmetic.COMPUTE)
+    if CONTAIN:
+        R = tl.where(clean, R, 0.0)
+        wide = tl.where(clean, wide, float("nan"))
+    written = join_columns(turn.write_S * wide, -turn.write_M * wide).to(arithmetic.OPERAND)  # [C, 2 BV]
+    X = join_columns(turn.abar * S - turn.b * M, turn.mbar * M)
+    X = add_product(X, tl.trans(turn.k), written, arithmetic)
+    out = add_product(out, turn.attend, R.to(arithmetic.OPERAND), arithmetic)  # (7)
+    if CONTAIN:
+        R = wide
+        out = tl.where(clean, out, float("nan"))
+    if residual is not None:
+        store_values(residual, R, chunk, scan.head, scan.column, shape)
+    store_values(o, out, chunk, scan.head, scan.column, shape)
+    return X
 
 
 @triton.jit(do_not_specialize=RUNTIME_NUMBERS)
@@ -140,46 +237,23 @@ def forward_states_kernel(
     scan = locate_scan(cu_seqlens, time, shape, PACKED)
     X = load_states(initial_state, scan, sequences, shape, COMPUTE)
 
-    for number in range(tl.cdiv(scan.length, C)):
-        chunk = chunk_at(scan.begin, scan.length, scan.sequence, number, scan.head, HV, C)
-        k_tile = load_keys(k, chunk, scan.key_head, shape).to(OPERAND)  # [C, BK]
-        if p is None:
-            p_tile = k_tile
-        else:
-            p_tile = load_keys(p, chunk, scan.key_head, shape).to(OPERAND)
-        q_tile = load_keys(q, chunk, scan.key_head, shape).to(OPERAND)
-        v_tile = load_values(v, chunk, scan.head, scan.column, shape)  # [C, BV]
-        inverse_tile = tl.load(square_at(inverse, chunk.slot, C))  # [C, C]
-        attend_tile = load_attend(attend, chunk.slot, PIECE, C)  # [C, C]
-        read_S, read_M = load_pair(vectors, chunk.slot, READ_S, READ_M, C)
-        query_S, query_M = load_pair(vectors, chunk.slot, QUERY_S, QUERY_M, C)
-        write_S, write_M = load_pair(vectors, chunk.slot, WRITE_S, WRITE_M, C)
-        abar, b, mbar = load_decays(vectors, chunk.slot, DECAYS, VECTORS, C)
-
-        operand = X.to(OPERAND)
-        of_S, of_M = split_columns(product(p_tile, operand, arithmetic))
-        target = v_tile.to(COMPUTE) - read_S * of_S + read_M * of_M  # (6) [C, BV]
-        of_S, of_M = split_columns(product(q_tile, operand, arithmetic))
-        out = query_S * of_S - query_M * of_M
-        R = product(inverse_tile, target, arithmetic)
-        if erase is not None:
-            # A stored inverse loses digits that substitution keeps; one step of refinement brings them back.
-            erase_tile = tl.load(square_at(erase, chunk.slot, C))
-            rest = target - R - product(erase_tile, R, arithmetic)
-            R = add_product(R, inverse_tile, rest, arithmetic)
-        # As it is saved: the backward pass rebuilds the states from it.
-        R = R.to(v.dtype.element_ty)
-        # (8)
-        S, M = split_columns(X)
-        wide = R.to(COMPUTE)
-        written = join_columns(write_S * wide, -write_M * wide).to(OPERAND)  # [C, 2 BV]
-        X = add_product(join_columns(abar * S - b * M, mbar * M), tl.trans(k_tile), written, arithmetic)
-        out = add_product(out, attend_tile, R.to(OPERAND), arithmetic)  # (7)
-        if residual is not None:
-            store_values(residual, R, chunk, scan.head, scan.column, shape)
-        store_values(o, out, chunk, scan.head, scan.column, shape)
-
+    chunks = tl.cdiv(scan.length, C)
+    for number in range(chunks):
+        X = forward_turn(
+            X, q, k, p, v, attend, erase, inverse, vectors, o, residual, scan, number, shape, arithmetic,
+            PIECE, False,
+        )  # fmt: skip
     store_states(final_state, X, scan, sequences, shape)
+
+    # What is not finite stays in S for good. Only then are the chunks walked through again, with care.
+    S, _ = split_columns(X)
+    if tl.sum(S * 0.0) != 0.0:
+        X = load_states(initial_state, scan, sequences, shape, COMPUTE)
+        for number in tl.range(chunks, num_stages=1):
+            X = forward_turn(
+                X, q, k, p, v, attend, erase, inverse, vectors, o, residual, scan, number, shape, arithmetic,
+                PIECE, True,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME_NUMBERS)
@@ -259,37 +333,25 @@ def backward_states_kernel(
 
     for step in range(chunks):
         chunk = chunk_at(scan.begin, scan.length, scan.sequence, chunks - 1 - step, scan.head, HV, C)
-        k_tile = load_keys(k, chunk, scan.key_head, shape).to(OPERAND)  # [C, BK]
-        if p is None:
-            p_tile = k_tile
-        else:
-            p_tile = load_keys(p, chunk, scan.key_head, shape).to(OPERAND)
-        q_tile = load_keys(q, chunk, scan.key_head, shape).to(OPERAND)
-        grad_o_tile = load_values(grad_o, chunk, scan.head, scan.column, shape).to(OPERAND)  # [C, BV]
-        inverse_tile = tl.load(square_at(inverse, chunk.slot, C))  # [C, C]
-        attend_tile = load_attend(attend, chunk.slot, PIECE, C)  # [C, C]
-        read_S, read_M = load_pair(vectors, chunk.slot, READ_S, READ_M, C)
-        query_S, query_M = load_pair(vectors, chunk.slot, QUERY_S, QUERY_M, C)
-        write_S, write_M = load_pair(vectors, chunk.slot, WRITE_S, WRITE_M, C)
-        abar, b, mbar = load_decays(vectors, chunk.slot, DECAYS, VECTORS, C)
-
-        of_S, of_M = split_columns(product(k_tile, grad_X.to(OPERAND), arithmetic))
-        grad_R = write_S * of_S - write_M * of_M
-        grad_R = add_product(grad_R, tl.trans(attend_tile), grad_o_tile, arithmetic)  # (9) [C, BV]
-        grad_target = product(inverse_tile, grad_R, arithmetic)  # (10) [C, BV]
+        turn = load_turn(q, k, p, grad_o, attend, inverse, vectors, scan, chunk, shape, PIECE, OPERAND)
+        grad_o_tile = turn.v.to(OPERAND)  # [C, BV]
+        of_S, of_M = split_columns(product(turn.k, grad_X.to(OPERAND), arithmetic))
+        grad_R = turn.write_S * of_S - turn.write_M * of_M
+        grad_R = add_product(grad_R, tl.trans(turn.attend), grad_o_tile, arithmetic)  # (9) [C, BV]
+        grad_target = product(turn.inverse, grad_R, arithmetic)  # (10) [C, BV]
         if erase is not None:
             erase_tile = tl.load(square_at(erase, chunk.slot, C))
             rest = grad_R - grad_target - product(tl.trans(erase_tile), grad_target, arithmetic)
-            grad_target = add_product(grad_target, inverse_tile, rest, arithmetic)
+            grad_target = add_product(grad_target, turn.inverse, rest, arithmetic)
         grad_S, grad_M = split_columns(grad_X)
         store_chunk_states(grad_states, grad_S, grad_M, chunk.slot, scan.column, shape)
         # (11)
-        grad_X = join_columns(abar * grad_S, mbar * grad_M - b * grad_S)
+        grad_X = join_columns(turn.abar * grad_S, turn.mbar * grad_M - turn.b * grad_S)
         wide = grad_o_tile.to(COMPUTE)
-        asked = join_columns(query_S * wide, -query_M * wide).to(OPERAND)  # [C, 2 BV]
-        grad_X = add_product(grad_X, tl.trans(q_tile), asked, arithmetic)
-        probed = join_columns(-read_S * grad_target, read_M * grad_target).to(OPERAND)  # [C, 2 BV]
-        grad_X = add_product(grad_X, tl.trans(p_tile), probed, arithmetic)
+        asked = join_columns(turn.query_S * wide, -turn.query_M * wide).to(OPERAND)  # [C, 2 BV]
+        grad_X = add_product(grad_X, tl.trans(turn.q), asked, arithmetic)
+        probed = join_columns(-turn.read_S * grad_target, turn.read_M * grad_target).to(OPERAND)  # [C, 2 BV]
+        grad_X = add_product(grad_X, tl.trans(turn.p), probed, arithmetic)
         store_values(grad_v, grad_target, chunk, scan.head, scan.column, shape)
 
     store_states(grad_initial_state, grad_X, scan, sequences, shape)
