@@ -85,7 +85,7 @@ def check_mixer(
 
 @dataclass
 class MixerUnderTest:
-    """A mixer with random parameters, and the size and the exactness of what is asked of it."""
+    """A mixer with random parameters, the size of the inputs and the tolerance of the comparisons."""
 
     build: Callable[[], Mixer]
     layer: Mixer

@@ -1,7 +1,7 @@
 """Decoding: seconds per token and bytes of cache per sequence against the context length, all mixers in one run.
 
 Models have the same hidden size, depth and heads, and the MLP is made wider or narrower until the parameters are equal.
-A cache of a given context is made, not decoded: recurrent layers read a short prompt and are told the length (the cost
+A cache of a given context is made, not decoded: recurrent layers read a short prompt and are given the length (the cost
 cannot depend on it), attention layers get random keys and values of that length.
 """
 

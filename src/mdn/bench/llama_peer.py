@@ -46,7 +46,7 @@ class LlamaPeer:
         self.server = xllamacpp.Server(parameters)
 
     def seconds_per_token(self, rounds: int = 4) -> float:
-        """The least of a few, scaled to the number of weights that was asked for."""
+        """The minimum of a few runs, scaled to the requested number of weights."""
         self._complete(FEW)
         return min(self._complete(MANY) for _ in range(rounds)) * self.scale
 

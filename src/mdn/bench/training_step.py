@@ -1,6 +1,6 @@
 """Tokens per second of a whole training step (forward, backward, clipping, AdamW) for every mixer, at equal size.
 
-All mixers stand in the same backbone; the width of the MLP is set so that the models have equally many parameters.
+All mixers share one backbone; the width of the MLP is set so that the models have equally many parameters.
 Every length has the same number of tokens per step. Times are compared within one process, in turn, as ratios to
 attention.
 """

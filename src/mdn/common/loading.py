@@ -26,7 +26,7 @@ from mdn.common.files import read_json
 def resolve_model(source: str | Path) -> str:
     """The directory (or Hub id) to load: a run folder means its `model/`; refuses what can be neither.
 
-    The network is not asked. An unfinished run is refused with what to do about it.
+    The network is not accessed. An unfinished run is refused with what to do about it.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -35,7 +35,7 @@ def resolve_model(source: str | Path) -> str:
                 return str(candidate)
         raise ValueError(_why_no_model(path))
     owner = path.parts[0] if path.parts else ""
-    # "runs" is where `mdn train` writes; nobody means a Hub account by it.
+    # "runs" is where `mdn train` writes; it is not a Hub account.
     looks_local = len(path.parts) != 2 or str(source).startswith((".", "/", "~")) or owner == "runs"
     if path.exists() or looks_local or Path(owner).exists():
         raise ValueError(f"{str(source)!r} is neither a model directory, a run folder nor a Hub id (owner/name)")

@@ -1,7 +1,7 @@
 """Where tasks are defined: the YAML files of the installed harness, and ours.
 
 The harness's own index parses thousands of files, which takes many seconds; here only their `task:` line is read. The
-index is asked only for names that are not tasks: groups and tags.
+index is searched only for names that are not tasks: groups and tags.
 """
 
 from __future__ import annotations

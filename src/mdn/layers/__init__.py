@@ -1,7 +1,7 @@
 """Token mixers and their shared parts: convolution, norms, gates, layout of tokens, access to cached state.
 
 ``MIXERS`` maps a name, as in a config's ``mixer`` field, to the class. All mixers share the protocol of
-:class:`mdn.layers.mixer.Mixer`, so any of them can stand in the backbone of ``mdn.models``.
+:class:`mdn.layers.mixer.Mixer`, so any of them fits into the backbone of ``mdn.models``.
 """
 
 from mdn.layers.attention import Attention

@@ -44,7 +44,7 @@ class LayerState:
         return layers[self.layer_idx]
 
     def is_decode_step(self) -> bool:
-        """One token per row after a held state, and no gradients wanted: the state can be updated in place."""
+        """One token per row after a held state, and no gradients are needed: the state can be updated in place."""
         one_token = self.layout.boundaries is None and self.layout.shape[1] == 1
         return one_token and not torch.is_grad_enabled() and self.recurrent(0) is not None
 

@@ -80,7 +80,7 @@ class TokenLayout:
         return self.boundaries is not None and not self.unpadded
 
     def sequences(self) -> dict[str, Any]:
-        """How an op is told where sequences begin: its arguments ``cu_seqlens`` and ``context_parallel``."""
+        """The arguments that tell an op where sequences begin: ``cu_seqlens`` and ``context_parallel``."""
         if self.context_parallel is not None:
             return {"context_parallel": self.context_parallel}
         return {"cu_seqlens": self.boundaries}

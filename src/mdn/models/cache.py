@@ -1,8 +1,8 @@
 """The cache layer of a recurrent mixer: transformers' linear-attention layer, plus the number of columns it has seen.
 
-``generate`` asks every cache for its length, which transformers' own linear-attention layer does not know; in a model
-without attention layers nobody else does. The class registers itself with transformers under the layer type of the
-recurrent mixers, so that ``DynamicCache(config=config)`` builds it. Memory per sequence is constant.
+``generate`` reads the length of every cache, which transformers' own linear-attention layer does not know and which, in
+a model without attention layers, no other layer could tell. The class registers itself with transformers under the
+layer type of the recurrent mixers, so that ``DynamicCache(config=config)`` builds it. Memory per sequence is constant.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ INTEGERS_OR_NONE = dict.fromkeys(
 POSITIVE_NUMBERS = ("norm_eps", "expand_v", "tau_factor")
 POSITIVE_NUMBERS_OR_NONE = ("hidden_ratio", "rope_theta")
 
-# A directory with this file and an ``auto_map`` loads with ``trust_remote_code=True`` where nobody has imported
-# mdn.models (pipelines, ``transformers serve``), and says what to install where the package is missing.
+# A directory with this file and an ``auto_map`` loads with ``trust_remote_code=True`` where mdn.models was not
+# imported (pipelines, ``transformers serve``), and says what to install where the package is missing.
 AUTO_MODULE = "modeling_momentum_deltanet"
 AUTO_MAP = {
     "AutoConfig": f"{AUTO_MODULE}.MomentumDeltaNetConfig",

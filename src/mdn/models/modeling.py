@@ -427,7 +427,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-        """``generate`` asks for masks by layer type; this model reads the plain ``[B, T]`` one."""
+        """``generate`` requests masks by layer type; this model reads the plain ``[B, T]`` one."""
         return attention_mask
 
     def prepare_inputs_for_generation(  # type: ignore[override]

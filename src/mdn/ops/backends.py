@@ -97,7 +97,7 @@ def registered_backend(
 ) -> Iterator[None]:
     """Make ``backend=name`` known inside the ``with`` block.
 
-    ``module`` has what docs/architecture.md asks of a backend; ``why_not`` gives the reason why it cannot run for
+    ``module`` has the functions that docs/architecture.md lists; ``why_not`` gives the reason why it cannot run for
     tensors like q, or None.
     """
     if name in BACKENDS or name in _ADDED[family]:

@@ -23,7 +23,7 @@ class SequenceBoundaries:
     """
 
     def __init__(self, cu_seqlens: Tensor, offsets: tuple[int, ...]):
-        """``cu_seqlens`` must be a tensor of this object's own: nobody else may write to it."""
+        """This object owns ``cu_seqlens``: nothing else may write to it."""
         self.cu_seqlens = cu_seqlens
         self.offsets = offsets
         # A custom op takes only the tensor. It must find this object again: weakly, so that the two are no cycle.
@@ -34,38 +34,38 @@ class SequenceBoundaries:
     # ---------------------------------------------------------------- constructors
 
     @classmethod
-    def from_cu_seqlens(
-        cls, cu_seqlens: Tensor | SequenceBoundaries, total: int | None = None, name: str = "cu_seqlens"
-    ) -> SequenceBoundaries:
+    def from_cu_seqlens(cls, cu_seqlens: Tensor | SequenceBoundaries, total: int | None = None) -> SequenceBoundaries:
         """From cumulative lengths ``[0, l1, l1 + l2, ..., total]``; repeated values are empty sequences.
 
         The values of a tensor are read at every call (for a GPU tensor that waits for the GPU) and copied: a buffer may
-        be used again for the next batch. Whoever calls several ops on one pack makes the object once and passes it.
+        be reused for the next batch. For several ops on one pack, make the object once and pass it to all of them.
         """
         found: SequenceBoundaries
         if isinstance(cu_seqlens, SequenceBoundaries):
             found = cu_seqlens
         else:
-            found = _owner(cu_seqlens) or cls._from_new_tensor(cu_seqlens, name)
+            found = _owner(cu_seqlens) or cls._from_new_tensor(cu_seqlens)
         if total is not None and found.total != total:
-            raise ValueError(f"{name} must cover all {total} tokens of the packed row, but it ends at {found.total}")
+            raise ValueError(
+                f"cu_seqlens must cover all {total} tokens of the packed row, but it ends at {found.total}"
+            )
         return found
 
     @classmethod
-    def _from_new_tensor(cls, cu_seqlens: Tensor, name: str) -> SequenceBoundaries:
+    def _from_new_tensor(cls, cu_seqlens: Tensor) -> SequenceBoundaries:
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
-            raise ValueError(f"{name} must have shape [N + 1] with N >= 1, got {list(cu_seqlens.shape)}")
+            raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {list(cu_seqlens.shape)}")
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
+            raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
         offsets = tuple(cu_seqlens.tolist())
         known: SequenceBoundaries | None = getattr(cu_seqlens, "_mdn_last_read", None)
         if known is not None and known.offsets == offsets:  # the values decide, not the tensor's identity
             return known
         if offsets[0] != 0:
-            raise ValueError(f"{name} must start at 0, got {offsets[0]}")
+            raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
         for i, (start, end) in enumerate(itertools.pairwise(offsets)):
             if end < start:
-                raise ValueError(f"{name} must be sorted, but entry {i + 1} is {end} after {start}")
+                raise ValueError(f"cu_seqlens must be sorted, but entry {i + 1} is {end} after {start}")
         found = cls(cu_seqlens.detach().to(torch.int64, copy=True), offsets)
         cu_seqlens._mdn_last_read = found  # type: ignore[attr-defined]
         return found

@@ -11,7 +11,7 @@ are a third of its work. The ranges exchange (A, E), fold what lies to their lef
 the ordinary rule from it. A document that begins inside a range starts from its own state, so that A of the range is
 zero.
 
-In the backward pass a range needs the gradient G of the state that it hands on. F = sum_t C_t^T grad_o_t + A^T grad_X'
+In the backward pass a range needs the gradient G of the state that it passes on. F = sum_t C_t^T grad_o_t + A^T grad_X'
 is what its own tokens and states contribute to the gradient of X; the ranges exchange F from right to left, and then
 run the ordinary backward pass.
 """
@@ -141,7 +141,7 @@ def _connected(
 
 
 class _Border(torch.autograd.Function):
-    """The end of this rank's ranges: nothing to do forward; backward the gradients of what they hand on arrive.
+    """The end of this rank's ranges: nothing to do forward; backward, the gradients of the states they pass on arrive.
 
     Every rank runs the backward pass, also one that nothing arrives at.
     """

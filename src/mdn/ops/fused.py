@@ -93,9 +93,9 @@ class _NativeFunction(torch.autograd.Function):
 
 
 def _gradients_of_definition(kernel: Kernel, grad: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    wanted = [x for x in tensors if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad(kernel.definition(*tensors), wanted, grad, create_graph=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in tensors]
+    leaves = [x for x in tensors if x is not None and x.requires_grad]
+    grads = iter(torch.autograd.grad(kernel.definition(*tensors), leaves, grad, create_graph=True))
+    return [next(grads) if x is not None and x.requires_grad else None for x in tensors]
 
 
 # --------------------------------------------------------------------------------------------------------------- norms

@@ -108,7 +108,7 @@ def load_pretrained(path: str) -> Any:
 def prepare_tokenizer(
     settings: TokenizerSettings, corpus_key: str, cache_dir: Path, texts: Callable[[], Iterator[str]]
 ) -> Path:
-    """The directory of the tokenizer the recipe asks for; made once, then found again by what it was made from.
+    """The directory of the recipe's tokenizer; made once, then found again by what it was made from.
 
     `texts` gives the training documents, from which a bpe is learnt.
     """

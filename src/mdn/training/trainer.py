@@ -213,7 +213,7 @@ class RecipeTrainer(Trainer):
         return SequentialSampler(train_dataset or self.train_dataset)  # type: ignore[arg-type]
 
     def get_train_dataloader(self) -> DataLoader:
-        """The engine gives every rank rows of its own. Ranks that share rows are one to it here."""
+        """The Trainer gives every rank different rows; ranks of context or tensor parallelism must get the same."""
         if self.mesh.shape.data == self.args.world_size:
             return super().get_train_dataloader()
         loader: DataLoader = DataLoader(

@@ -1,4 +1,4 @@
-"""The page itself: one HTML file with everything inside. It asks for nothing: a content policy forbids any request."""
+"""The page itself: one HTML file with everything inside. It loads nothing: a content policy forbids every request."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def chunk_vector_decay(
             inside = decayed_products(q.unsqueeze(-3), k.unsqueeze(-3), log_alpha)[..., 0, 0, :, :] @ v
         else:
             p = scan.split(x.p)
-            # p_t meets the state before token t decays it: seen from p_t the clock stands at t - 1.
+            # p_t probes the state before token t decays it, so its decays end at t - 1.
             late = torch.stack([q, F.pad(p[..., 1:, :], (0, 0, 0, 1))], -3)
             probes = p * one_row_down(abar, first=1.0)
             if x.erase_key is None:

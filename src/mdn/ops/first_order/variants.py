@@ -8,7 +8,7 @@ variant too.
     comba_step(**gated_delta_rule_2(q, k, v, g, erase, write), state=S)
 
 Shapes: q, k ``[..., H, K]``, v ``[..., HV, V]``, gates ``[..., HV]``; alpha = exp(g). Vectors are used as they are:
-normalise q and k before, where the variant wants unit keys.
+normalise q and k before, where the variant needs unit keys.
 """
 
 from __future__ import annotations

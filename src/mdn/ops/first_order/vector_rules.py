@@ -38,7 +38,7 @@ RWKV7 = Rule(
     "rwkv7",
     {"q": "r", "log_alpha": "w", "k": "k", "v": "v", "p": "a", "erase_key": "b"},
     vector=True,
-    hints=(*HINTS, "lower_bound"),  # FLA's kernels are told that w lies above it
+    hints=(*HINTS, "lower_bound"),  # tells FLA's kernels that w lies above it
 )
 
 

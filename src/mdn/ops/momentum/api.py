@@ -205,14 +205,14 @@ def fused_recurrent_momentum_delta_rule(
     check_gates: bool = True,
     context_parallel: ContextParallelPlan | None = None,
 ) -> MomentumOutput:
-    """For short inputs: token by token in place when no gradient is asked for, else the chunk form.
+    """For short inputs: token by token in place when no gradient is needed, else the chunk form.
 
     Arguments as in ``chunk_momentum_delta_rule``.
     """
     tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
     plan = requested_plan(context_parallel, cu_seqlens)
     short = plan is None and cu_seqlens is None and q.dim() == 4 and 0 < q.shape[1] <= LOOP_AT_MOST
-    if not short or custom_op.wants_gradients(tensors) or custom_op.is_followed(tensors):
+    if not short or custom_op.wants_gradients(tensors) or custom_op.needs_dispatch(tensors):
         return chunk_momentum_delta_rule(
             *(q, k, v, log_alpha, log_mu, p, beta, eta, scale, initial_state, output_final_state, cu_seqlens),
             *(use_qk_l2norm_in_kernel, use_p_times_alpha),

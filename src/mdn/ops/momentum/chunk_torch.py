@@ -159,7 +159,7 @@ def choose_chunk_size(
     coefficients, and a cost per round. At most ROWS_AT_ONCE rows and ``states`` states are worked on at once.
 
     Long chunks waste padding and work that grows with C; short ones mean more rounds and more passes over the states.
-    A limit of 16 or less asks for accuracy, see `ACCURATE_CHUNK`.
+    A limit of 16 or less requests accuracy, see `ACCURATE_CHUNK`.
     """
     longest = max(lengths, default=1)
     if limit <= 16:

@@ -27,9 +27,9 @@ def forward(
     check_gates: bool,
     backend: str,
 ) -> ForwardResult:
-    """The chunk form on a resolved backend, visible to whatever follows the call."""
+    """The chunk form on a resolved backend, as a custom op where compilers, autograd or transforms must see it."""
     save_residual = wants_gradients(tensors)
-    if not save_residual and not is_followed(tensors) and not isinstance(boundaries, Tensor):
+    if not save_residual and not needs_dispatch(tensors) and not isinstance(boundaries, Tensor):
         if check_gates:
             check_gate_values(tensors)
         with without_autocast(tensors.q):
@@ -57,9 +57,10 @@ def wants_gradients(tensors: RuleTensors) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def is_followed(tensors: RuleTensors) -> bool:
-    """Whether something that cannot look into a backend follows these tensors: a compiler, a tracer, a dispatch mode, a
-    function transform, forward-mode derivatives, a tensor subclass, meta tensors."""
+def needs_dispatch(tensors: RuleTensors) -> bool:
+    """Whether the call must go through torch's dispatcher, because something that cannot see into a backend is at work:
+    a compiler, a tracer, a dispatch mode, a function transform, forward-mode derivatives, a tensor subclass, meta
+    tensors."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 ACCURATE_CHUNK = 8
-"""Largest chunk on a CPU when ``chunk_size`` is 16 or less, which asks for accuracy. The weights of the writes grow
+"""Largest chunk on a CPU when ``chunk_size`` is 16 or less, which requests accuracy. The weights of the writes grow
 with the distance inside a chunk, and so does what cancels between them: with nearly equal keys and weakly damped gates
 chunks of 8 lose at most about ten times as much as a float32 recurrence, chunks of 16 twice that."""
 

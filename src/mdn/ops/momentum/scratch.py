@@ -2,7 +2,7 @@
 
 Megabyte temporaries that are freed go back to the system, and every page of them faults in again at the next use; on a
 CPU that costs more than many of the products. So a thread keeps one block, and the temporaries of a group of chunks are
-views of it. Shapes stand in the types: Z pairs of chunk and value head, C tokens, K and V head dimensions, G = K if p
+views of it. The types name the shapes: Z pairs of chunk and value head, C tokens, K and V head dimensions, G = K if p
 is given and else 0, P = C rounded up to a power of two, W the widest row, scalars the gates and norms of a token.
 """
 

@@ -118,7 +118,7 @@ class StepSettings(NamedTuple):
 
 
 def features_of(tensors: RuleTensors, lookahead: bool) -> tuple[str, ...]:
-    """What is asked for beyond the rule of the paper, which a backend may not have."""
+    """The parts of the general rule that are in use beyond the paper's; a backend may lack them."""
     direct = () if tensors.direct is None else ("direct",)
     return (*direct, "lookahead") if lookahead else direct
 
