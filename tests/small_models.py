@@ -48,8 +48,3 @@ def small_model(name: str = "momentum_deltanet", seed: int = 0, **fields) -> Mom
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
     return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest expected value."""
-    return float(((found - expected).abs().max() / expected.abs().max()).detach())

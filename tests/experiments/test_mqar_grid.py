@@ -32,20 +32,6 @@ def recipe_file(tmp_path):
     return path
 
 
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Cells run without workers; their names, in order."""
-    seen = []
-
-    def completed(job, jobs, processes):
-        for (cell,) in jobs:
-            seen.append(cell.name)
-            yield job(cell)
-
-    monkeypatch.setattr(grid, "completed", completed)
-    return seen
-
-
 def test_an_epoch_shows_every_example_once_and_a_step_shows_fresh_ones(recipe_file):
     recipe = load_mqar_recipe(recipe_file)
     shown = [tuple(row) for examples in batches(recipe, seed=0) for row in examples.inputs.tolist()]

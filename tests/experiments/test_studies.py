@@ -22,20 +22,6 @@ from mdn.experiments.studies.study import TUNING_SEED, Study, StudyCell, train_s
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Cells run without workers; their names, in order."""
-    seen = []
-
-    def completed(job, jobs, processes):
-        for (cell,) in jobs:
-            seen.append(cell.name)
-            yield job(cell)
-
-    monkeypatch.setattr(grid, "completed", completed)
-    return seen
-
-
 def tiny(name="resonator", **changes):
     """A study of one task, with runs of four steps."""
     task = dataclasses.replace(

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from small_models import MODELS, relative_error, small_model, tokens
+from definition import relative_error
+from small_models import MODELS, small_model, tokens
 
 TOLERANCE = 1e-5
 LENGTHS = [1, 3, 63, 64, 65, 1000]

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from definition import relative_error
 from mdn.layers import MIXERS
 from mdn.models import decode_program
 from mdn.models.decode_program import DecodeProgram
-from small_models import relative_error, small_model, tokens
+from small_models import small_model, tokens
 
 pytestmark = pytest.mark.native
 

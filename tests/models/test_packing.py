@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, DynamicCache
 
+from definition import relative_error
 from mdn.ops.boundaries import SequenceBoundaries
-from small_models import MODELS, relative_error, small_model, tokens
+from small_models import MODELS, small_model, tokens
 
 LENGTHS = [5, 1, 70, 2, 1, 33]
 

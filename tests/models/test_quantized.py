@@ -11,12 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from definition import relative_error
 from mdn.common.loading import load_model
 from mdn.layers.packed import PackedLinear, is_packed
 from mdn.models import MomentumDeltaNetForCausalLM
 from mdn.models.info import model_facts
 from mdn.ops.cpu.linear import FORMATS
-from small_models import MODELS, relative_error, small_config, small_model, tokens
+from small_models import MODELS, small_config, small_model, tokens
 
 
 def dequantised(packed: MomentumDeltaNetForCausalLM, original: MomentumDeltaNetForCausalLM):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from definition import relative_error
 from mdn.layers import MIXERS
-from small_models import MODELS, relative_error, small_config, small_model, tokens
+from small_models import MODELS, small_config, small_model, tokens
 
 # ------------------------------------------------------------------------------------------------------------ arguments
 

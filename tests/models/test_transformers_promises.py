@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, GenerationConfig
 
+from definition import relative_error
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM, MomentumDeltaNetModel
-from small_models import VOCABULARY, relative_error, small_config, tokens
+from small_models import VOCABULARY, small_config, tokens
 
 KINDS = {
     "momentum_deltanet": {},

@@ -10,22 +10,7 @@ import torch
 from torch import Tensor
 
 from mdn.layers import GatedRMSNorm, GateSettings, RMSNorm, ShortConvolution, StabilityGates, make_layout
-from mdn.ops.cpu import bindings
 from mdn.ops.fused import cross_entropy_sum, definitions_only, gated_rms_norm, is_native, rms_norm, swiglu
-
-
-@pytest.fixture(params=bindings.INSTRUCTION_SETS)
-def every_instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Each variant that was built and that this processor can run."""
-    monkeypatch.setenv("MDN_CPU_ISA", request.param)
-    bindings._find.cache_clear()
-    if bindings.why_unavailable() is not None:
-        monkeypatch.undo()
-        bindings._find.cache_clear()
-        pytest.skip(f"{request.param} cannot run here")
-    yield
-    monkeypatch.undo()
-    bindings._find.cache_clear()
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

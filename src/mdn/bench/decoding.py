@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from mdn.bench.equal_size import equal_size_configs
+from mdn.bench.equal_size import ModelSize
 from mdn.bench.timing import interleaved, machine
 from mdn.common.plots import MIXER_COLOURS, doubling_axis, figure, legend_outside, plain_log_axis
 from mdn.common.results import Table
@@ -25,30 +25,10 @@ PROMPT = 64
 REFERENCE = "momentum_deltanet"
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodingSize:
-    """Shared by the models of all mixers."""
-
-    hidden_size: int = 256
-    layers: int = 2
-    heads: int = 4
-    vocab_size: int = 1024
-
+class DecodingSize(ModelSize):
     def configs(self, mixers: list[str]) -> dict[str, MomentumDeltaNetConfig]:
         """One config per mixer, all with as many parameters as the reference's model."""
-        return equal_size_configs(
-            {name: {"mixer": name} for name in mixers},
-            REFERENCE,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.layers,
-            num_heads=self.heads,
-            head_dim=self.hidden_size // self.heads,
-            expand_v=1,
-            intermediate_size=3 * self.hidden_size,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+        return self.equal_configs({name: {"mixer": name} for name in mixers}, REFERENCE)
 
 
 @torch.no_grad()

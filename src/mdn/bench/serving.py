@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from mdn.bench.equal_size import equal_size_configs
+from mdn.bench.equal_size import ModelSize
 from mdn.bench.timing import machine
 from mdn.common.plots import COLOURS, MIXER_COLOURS, doubling_axis, figure, legend_outside, plain_log_axis
 from mdn.common.results import Table
@@ -31,32 +31,17 @@ PAGE_TOKENS = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class ServingSize:
-    """Shared by all models; prompts and answers have so many tokens."""
+class ServingSize(ModelSize):
+    """Prompts and answers have so many tokens."""
 
-    hidden_size: int = 256
     layers: int = 4
-    heads: int = 4
-    vocab_size: int = 1024
     prompt: int = 128
     answer: int = 64
 
     def configs(self, models: list[str]) -> dict[str, MomentumDeltaNetConfig]:
         attention_layers = {"layers": list(range(3, self.layers, 4)), "num_heads": self.heads}
         own = {name: {"attn": attention_layers} if name == HYBRID else {"mixer": name} for name in models}
-        return equal_size_configs(
-            own,
-            REFERENCE,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.layers,
-            num_heads=self.heads,
-            head_dim=self.hidden_size // self.heads,
-            expand_v=1,
-            intermediate_size=3 * self.hidden_size,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+        return self.equal_configs(own, REFERENCE)
 
 
 @dataclasses.dataclass

@@ -138,7 +138,7 @@ class StabilityGates(nn.Module):
         Without m (the ablation use_momentum=False) mu is exactly 0: log mu = -inf. Without e eta is 1. n and nu_bias
         are those of quasi-hyperbolic momentum.
         """
-        gates = self._heavy_ball(a, b, m, e, A_log, dt_bias, Mu_log, mu_bias, log_factor)
+        gates = self._heavy_ball(GateTensors(a, b, m, e, A_log, dt_bias, Mu_log, mu_bias, log_factor))
         if self.settings.momentum == "heavy_ball":
             return gates
         log_alpha, log_mu, step, eta, _ = gates
@@ -147,24 +147,12 @@ class StabilityGates(nn.Module):
         beta = torch.sigmoid(n.to(step.dtype) + nu_bias.to(step.dtype)) * step
         return Gates(log_alpha, log_mu, beta, eta, (step - beta) * eta)
 
-    def _heavy_ball(
-        self,
-        a: Tensor,
-        b: Tensor,
-        m: Tensor | None,
-        e: Tensor | None,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        Mu_log: Tensor | None,
-        mu_bias: Tensor | None,
-        log_factor: Tensor | None,
-    ) -> Gates:
+    def _heavy_ball(self, tensors: GateTensors) -> Gates:
+        a, b, m, e, A_log, dt_bias, Mu_log, mu_bias, log_factor = tensors
         settings = self.settings
         # One token only: recomputation in training must find the same bits with and without gradients.
-        if a.dim() == 2 and e is not None:
-            tensors = GateTensors(a, b, m, e, A_log, dt_bias, Mu_log, mu_bias, log_factor)
-            if is_native(*tensors) and not any_requires_gradient(tensors):
-                return Gates(*native_gates(tensors, self._for_kernel))
+        if a.dim() == 2 and e is not None and is_native(*tensors) and not any_requires_gradient(tensors):
+            return Gates(*native_gates(tensors, self._for_kernel))
         dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
         a, b, dt_bias = a.to(dtype), b.to(dtype), dt_bias.to(dtype)
         if e is None:

@@ -179,7 +179,7 @@ class GateTensors(NamedTuple):
     a: Tensor
     b: Tensor
     m: Tensor | None
-    e: Tensor
+    e: Tensor | None
     A_log: Tensor
     dt_bias: Tensor
     Mu_log: Tensor | None
@@ -188,7 +188,8 @@ class GateTensors(NamedTuple):
 
 
 def momentum_gates(given: GateTensors, settings: dict[str, float]) -> Tensor:
-    """``[4, ..., HV]``: log_alpha, log_mu, beta, eta. ``settings``: the switches and numbers of ``MdnGates``."""
+    """``[4, ..., HV]``: log_alpha, log_mu, beta, eta. ``given.e`` must not be None; ``settings``: the switches and
+    numbers of ``MdnGates``."""
     given = GateTensors(*(None if x is None else x.contiguous() for x in given))  # type: ignore[arg-type]
     gates = given.a.new_empty(4, *given.a.shape)
     heads = given.a.shape[-1]

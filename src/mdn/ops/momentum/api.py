@@ -94,19 +94,9 @@ def chunk_momentum_delta_rule(
     Returns:
         ``o [B, T, HV, V]`` and the final state, or None.
     """
-    call = ChunkCall(
-        scale,
-        output_final_state,
-        cu_seqlens,
-        use_qk_l2norm_in_kernel,
-        use_p_times_alpha,
-        chunk_size,
-        lookahead,
-        backend,
-        check_gates,
-        context_parallel,
-    )
-    return chunk_form(checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state), call)
+    tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
+    call = RuleCall(scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead)
+    return chunk_form(tensors, call, chunk_size, backend, check_gates, context_parallel)
 
 
 def recurrent_momentum_delta_rule(
@@ -129,15 +119,8 @@ def recurrent_momentum_delta_rule(
     lookahead: bool = False,
 ) -> MomentumOutput:
     """The definition: a plain differentiable loop over tokens. Arguments as in ``chunk_momentum_delta_rule``."""
-    return loop_form(
-        checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state),
-        scale,
-        output_final_state,
-        cu_seqlens,
-        use_qk_l2norm_in_kernel,
-        use_p_times_alpha,
-        lookahead,
-    )
+    call = RuleCall(scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead)
+    return loop_form(checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state), call)
 
 
 def blockwise_momentum_delta_rule(
@@ -171,16 +154,9 @@ def blockwise_momentum_delta_rule(
         raise ValueError(f"{request} cannot be used here: blockwise momentum is computed by the torch backend only")
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
-    return loop_form(
-        checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state),
-        scale,
-        output_final_state,
-        cu_seqlens,
-        use_qk_l2norm_in_kernel,
-        use_p_times_alpha,
-        lookahead=False,
-        block_size=block_size,
-    )
+    tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
+    call = RuleCall(scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha)
+    return loop_form(tensors, call, block_size)
 
 
 def fused_recurrent_momentum_delta_rule(
@@ -213,15 +189,8 @@ def fused_recurrent_momentum_delta_rule(
     plan = requested_plan(context_parallel, cu_seqlens)
     short = plan is None and cu_seqlens is None and q.dim() == 4 and 0 < q.shape[1] <= LOOP_AT_MOST
     if not short or custom_op.wants_gradients(tensors) or custom_op.needs_dispatch(tensors):
-        return chunk_momentum_delta_rule(
-            *(q, k, v, log_alpha, log_mu, p, beta, eta, scale, initial_state, output_final_state, cu_seqlens),
-            *(use_qk_l2norm_in_kernel, use_p_times_alpha),
-            direct=direct,
-            lookahead=lookahead,
-            backend=backend,
-            check_gates=check_gates,
-            context_parallel=plan,
-        )
+        call = RuleCall(scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead)
+        return chunk_form(tensors, call, backend=backend, check_gates=check_gates, context_parallel=plan)
     _check(tensors, None)
     if check_gates:
         checks.check_gate_values(tensors)
@@ -266,20 +235,11 @@ def chunk_vector_momentum_delta_rule(
     Arguments as in ``chunk_momentum_delta_rule``, but ``log_alpha`` is ``[B, T, HV, K]`` and ``log_mu`` ``[B, T, HV]``
     or ``[B, T, HV, K]``. The stability proof of docs/derivation.md covers one mu per head.
     """
-    call = ChunkCall(
-        scale,
-        output_final_state,
-        cu_seqlens,
-        use_qk_l2norm_in_kernel,
-        use_p_times_alpha,
-        chunk_size,
-        lookahead,
-        backend,
-        check_gates,
-        context_parallel,
-        vector=True,
+    tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
+    call = RuleCall(
+        scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead, vector=True
     )
-    return chunk_form(checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state), call)
+    return chunk_form(tensors, call, chunk_size, backend, check_gates, context_parallel)
 
 
 def recurrent_vector_momentum_delta_rule(
@@ -302,62 +262,58 @@ def recurrent_vector_momentum_delta_rule(
     lookahead: bool = False,
 ) -> MomentumOutput:
     """The definition: a plain differentiable loop over tokens. Arguments as in ``chunk_vector_momentum_delta_rule``."""
-    return loop_form(
-        checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state),
-        scale,
-        output_final_state,
-        cu_seqlens,
-        use_qk_l2norm_in_kernel,
-        use_p_times_alpha,
-        lookahead,
-        vector=True,
+    call = RuleCall(
+        scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead, vector=True
     )
+    return loop_form(checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state), call)
 
 
 # ------------------------------------------------------------------------------------------------------------ shared
 
 
-class ChunkCall(NamedTuple):
-    """The arguments of a chunk form that are not tensors, as they were given."""
+class RuleCall(NamedTuple):
+    """The arguments that all forms share and that are not tensors, as they were given."""
 
     scale: float | None
     output_final_state: bool
     cu_seqlens: Tensor | SequenceBoundaries | None
     l2norm: bool
     p_times_alpha: bool
-    chunk_size: int
-    lookahead: bool
-    backend: str
-    check_gates: bool
-    context_parallel: ContextParallelPlan | None
+    lookahead: bool = False
     vector: bool = False
     """whether log_alpha has a number for every key dimension"""
     outputs: bool = True
     """False: only the final state is needed"""
 
 
-def chunk_form(tensors: RuleTensors, call: ChunkCall) -> MomentumOutput:
-    """Scalar or vector decays, this rank's tokens of a plan or all of them."""
-    checks.check_chunk_size(call.chunk_size)
-    plan = requested_plan(call.context_parallel, call.cu_seqlens)
+def chunk_form(
+    tensors: RuleTensors,
+    call: RuleCall,
+    chunk_size: int = 64,
+    backend: str = "auto",
+    check_gates: bool = True,
+    context_parallel: ContextParallelPlan | None = None,
+) -> MomentumOutput:
+    """Chunk by chunk: scalar or vector decays, this rank's tokens of a plan or all of them."""
+    checks.check_chunk_size(chunk_size)
+    plan = requested_plan(context_parallel, call.cu_seqlens)
     if plan is not None:
-        alone = call._replace(output_final_state=True, context_parallel=None)
 
         def rule(
             part: TokenTensors, state: Tensor | None, boundaries: SequenceBoundaries, outputs: bool
         ) -> MomentumOutput:
             given = RuleTensors(**part, initial_state=state)  # type: ignore[arg-type]
-            return chunk_form(given, alone._replace(cu_seqlens=boundaries, outputs=outputs))
+            alone = call._replace(output_final_state=True, cu_seqlens=boundaries, outputs=outputs)
+            return chunk_form(given, alone, chunk_size, backend, check_gates)
 
         return _over_ranges(rule, tensors, plan, call)
     boundaries = _check(tensors, call.cu_seqlens, call.vector)
     features = features_of(tensors, call.lookahead)
-    chosen = backends.resolve(call.backend, tensors.q, tensors.family, tensors.v, features=features)
-    chunk_size = backends.chunk_size_for(chosen, call.chunk_size)
+    chosen = backends.resolve(backend, tensors.q, tensors.family, tensors.v, features=features)
     p_times_alpha = checks.check_probe(call.p_times_alpha, call.lookahead)
-    scale = check_scale(call.scale, tensors.q)
+    scale, chunk_size = check_scale(call.scale, tensors.q), backends.chunk_size_for(chosen, chunk_size)
     options = RuleOptions(scale, chunk_size, call.l2norm, p_times_alpha, call.lookahead, call.outputs)
-    result = custom_op.forward(tensors, boundaries, options, call.check_gates, chosen)
+    result = custom_op.forward(tensors, boundaries, options, check_gates, chosen)
     return MomentumOutput(result.o, result.final_state if call.output_final_state else None)
 
 
@@ -375,7 +331,7 @@ def _over_ranges(
     rule: Callable[[TokenTensors, Tensor | None, SequenceBoundaries, bool], MomentumOutput],
     tensors: RuleTensors,
     plan: ContextParallelPlan,
-    call: ChunkCall,
+    call: RuleCall,
 ) -> MomentumOutput:
     """For this rank's tokens of a plan; S above M is one state of 2K rows."""
     checks.check_tensors(tensors, rank=4, vector=call.vector)
@@ -400,30 +356,19 @@ def _rows(state: Tensor) -> Tensor:
     return state.movedim(0, 2).flatten(2, 3)
 
 
-def loop_form(
-    tensors: RuleTensors,
-    scale: float | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | SequenceBoundaries | None,
-    l2norm: bool,
-    p_times_alpha: bool,
-    lookahead: bool,
-    block_size: int = 1,
-    vector: bool = False,
-) -> MomentumOutput:
+def loop_form(tensors: RuleTensors, call: RuleCall, block_size: int = 1) -> MomentumOutput:
     """Token by token, or block by block, differentiable."""
     refuse_plan("a loop over tokens", "use chunk_momentum_delta_rule")
-    boundaries = _check(tensors, cu_seqlens, vector)
+    boundaries = _check(tensors, call.cu_seqlens, call.vector)
     if isinstance(boundaries, Tensor):
         boundaries = SequenceBoundaries.from_cu_seqlens(boundaries, tensors.q.shape[1])
     checks.check_gate_values(tensors)
-    p_times_alpha = checks.check_probe(p_times_alpha, lookahead)
-    options = RuleOptions(
-        check_scale(scale, tensors.q), l2norm=l2norm, p_times_alpha=p_times_alpha, lookahead=lookahead
-    )
+    p_times_alpha = checks.check_probe(call.p_times_alpha, call.lookahead)
+    scale = check_scale(call.scale, tensors.q)
+    options = RuleOptions(scale, l2norm=call.l2norm, p_times_alpha=p_times_alpha, lookahead=call.lookahead)
     with without_autocast(tensors.q):
         o, state = reference_form(tensors, boundaries, options, block_size)
-    return MomentumOutput(o, state if output_final_state else None)
+    return MomentumOutput(o, state if call.output_final_state else None)
 
 
 def _own_state(tensors: RuleTensors) -> Tensor:
