@@ -1,5 +1,5 @@
 """Tasks through lm-evaluation-harness on local files: each request type equals a computation in plain torch, the batch
-size changes nothing, and interrupted work goes on."""
+size changes nothing, and an interrupted job resumes."""
 
 import json
 import math
@@ -21,9 +21,9 @@ from eval_support import (
 )
 from mdn.evaluation.definitions import tasks_named
 from mdn.evaluation.harness import Settings, Subject, TaskSource, evaluate, result_path
+from mdn.evaluation.jobs import run_jobs
 from mdn.evaluation.local_data import MissingData
-from mdn.evaluation.suites import Work
-from mdn.evaluation.works import run_works
+from mdn.evaluation.suites import Job
 
 MODELS = ["momentum_deltanet", "attention"]
 
@@ -45,10 +45,10 @@ def subject(request, tmp_path_factory):
 
 
 def metrics(subject, data, out, task, batch_size=2, max_length=256, **options):
-    work = Work(task, max_length)
+    job = Job(task, max_length)
     settings = Settings(out, (data,), batch_size=batch_size, **options)
-    outcome = run_works([work], [subject], settings, say=lambda line: None)
-    return outcome.results[subject.label][work]["metrics"]
+    outcome = run_jobs([job], [subject], settings, say=lambda line: None)
+    return outcome.results[subject.label][job]["metrics"]
 
 
 def test_lambada_equals_a_perplexity_computed_directly(subject, data, tmp_path):
@@ -128,28 +128,28 @@ def test_our_own_question_task_runs(subject, data, tmp_path):
 
 
 def test_a_result_says_where_it_comes_from_and_is_not_computed_twice(subject, data, tmp_path, monkeypatch):
-    work, settings = Work("lambada_openai", 256), Settings(tmp_path, (data,), limit=2, seed=7)
+    job, settings = Job("lambada_openai", 256), Settings(tmp_path, (data,), limit=2, seed=7)
     source = TaskSource((data,))
-    path = result_path(subject, work, settings, source.local_file(work))
-    task = source.load(work, subject.source)
-    first = evaluate(subject, work, task, settings, path)
+    path = result_path(subject, job, settings, source.local_file(job))
+    task = source.load(job, subject.source)
+    first = evaluate(subject, job, task, settings, path)
     assert first["model"]["sha256"] == subject.hash
     assert first["provenance"]["seed"] == 7
     assert first["provenance"]["versions"]["lm_eval"].startswith("0.4.")
     assert first["provenance"]["command"]
     assert (first["examples"], first["limit"]) == (2, 2)
     monkeypatch.setattr(subject.model, "forward", None)
-    assert evaluate(subject, work, task, settings, path) == first == json.loads(path.read_text())
+    assert evaluate(subject, job, task, settings, path) == first == json.loads(path.read_text())
 
 
 def test_other_settings_have_other_files_and_the_batch_size_the_same(subject, data, tmp_path):
     source = TaskSource((data,))
-    work = Work("lambada_openai", 256)
-    file = source.local_file(work)
-    usual = result_path(subject, work, Settings(tmp_path, (data,)), file)
-    assert result_path(subject, work, Settings(tmp_path, (data,), batch_size=1), file) == usual
-    assert result_path(subject, work, Settings(tmp_path, (data,), limit=3), file) != usual
-    assert result_path(subject, Work("lambada_openai", 128), Settings(tmp_path, (data,)), file) != usual
+    job = Job("lambada_openai", 256)
+    file = source.local_file(job)
+    usual = result_path(subject, job, Settings(tmp_path, (data,)), file)
+    assert result_path(subject, job, Settings(tmp_path, (data,), batch_size=1), file) == usual
+    assert result_path(subject, job, Settings(tmp_path, (data,), limit=3), file) != usual
+    assert result_path(subject, Job("lambada_openai", 128), Settings(tmp_path, (data,)), file) != usual
 
 
 def test_an_interrupted_task_goes_on_from_the_answers_it_has(subject, data, tmp_path, monkeypatch):
@@ -177,14 +177,14 @@ def test_an_interrupted_task_goes_on_from_the_answers_it_has(subject, data, tmp_
 
 
 def test_missing_data_is_named_before_anything_runs_and_skipped_only_if_asked(subject, data, tmp_path, monkeypatch):
-    works = [Work("lambada_openai", 256), Work("sciq", 256)]
+    jobs = [Job("lambada_openai", 256), Job("sciq", 256)]
     settings = Settings(tmp_path, (data,))
     with pytest.raises(MissingData, match=r"sciq: no sciq.jsonl in .*data"):
-        run_works(works, [subject], settings)
+        run_jobs(jobs, [subject], settings)
     assert not list(tmp_path.rglob("*.json"))
     said = []
-    outcome = run_works(works, [subject], settings, skip_missing=True, say=said.append)
-    assert list(outcome.results[subject.label]) == works[:1]
+    outcome = run_jobs(jobs, [subject], settings, skip_missing=True, say=said.append)
+    assert list(outcome.results[subject.label]) == jobs[:1]
     assert len(said) == 1
     assert "sciq" in said[0]
 
@@ -201,4 +201,4 @@ def test_a_group_or_a_tag_stands_for_its_tasks():
 
 def test_an_unknown_task_is_named_with_the_nearest(subject, data, tmp_path):
     with pytest.raises(ValueError, match=r"unknown task 'lambada_opena'.*lambada_openai"):
-        run_works([Work("lambada_opena")], [subject], Settings(tmp_path, (data,)))
+        run_jobs([Job("lambada_opena")], [subject], Settings(tmp_path, (data,)))

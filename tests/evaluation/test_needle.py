@@ -10,6 +10,7 @@ import torch
 from eval_support import make_model, make_tokenizer
 from mdn.cli import main
 from mdn.evaluation.harness import Settings, Subject, TaskSource
+from mdn.evaluation.jobs import run_jobs
 from mdn.evaluation.needle import (
     NEEDLE,
     documentation_sentences,
@@ -20,8 +21,7 @@ from mdn.evaluation.needle import (
     shortest_length,
 )
 from mdn.evaluation.ruler import adapted_ruler
-from mdn.evaluation.suites import Work
-from mdn.evaluation.works import run_works
+from mdn.evaluation.suites import Job
 from mdn.experiments.tiny_needle import NeedleSettings, Words, find_needles, make_batch
 
 
@@ -165,13 +165,13 @@ def test_rulers_tasks_run_on_a_text_of_ones_own(tmp_path):
     model.save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
     subject = Subject("tiny", str(tmp_path / "m"), model, tokenizer)
-    works = [Work("niah_multikey_1", 2048, 2048)]
+    jobs = [Job("niah_multikey_1", 2048, 2048)]
     settings = Settings(tmp_path / "out", limit=2, haystack="one")
-    first = run_works(works, [subject], settings, haystack=documentation_text()).results["tiny"][works[0]]
+    first = run_jobs(jobs, [subject], settings, haystack=documentation_text()).results["tiny"][jobs[0]]
     assert 0.0 <= first["metrics"]["2048"] <= 1.0
     assert first["examples"] == 2
     own = "A sentence of my own. " * 100
     with adapted_ruler(own, limit=2):
-        task = TaskSource().load(works[0], subject.source)
+        task = TaskSource().load(jobs[0], subject.source)
     assert all("A sentence of" in row["input"] and len(row["outputs"]) == 1 for row in task.dataset["test"])
     assert len(task.dataset["test"]) == 2

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from mdn.evaluation.contains import contains, question_prompt, question_target, score_completion, score_question
+from mdn.evaluation.jobs import jobs_of
 from mdn.evaluation.local_data import find_local_file
-from mdn.evaluation.suites import COMMONSENSE, LONGBENCH, PERPLEXITY, RETRIEVAL, Work, needle_suite
+from mdn.evaluation.suites import COMMONSENSE, LONGBENCH, PERPLEXITY, RETRIEVAL, Job, needle_suite
 from mdn.evaluation.tables import as_json, as_markdown, as_text, columns_of_tasks, make_table
-from mdn.evaluation.works import works_of
 
 
 def test_contains_ignores_case_and_takes_any_answer():
@@ -48,7 +48,7 @@ def test_questions_are_scored_by_any_answer():
 def results(suite, *numbers):
     found: dict = {}
     for column, number in zip(suite.columns, numbers):
-        found.setdefault(column.work, {"metrics": {}})["metrics"][column.metric] = number
+        found.setdefault(column.job, {"metrics": {}})["metrics"][column.metric] = number
     return found
 
 
@@ -73,26 +73,26 @@ def test_retrieval_and_longbench_have_the_papers_columns():
         *("LCC", "RBP", "GvR", "QMS", "MNs", "NQA", "QQA", "MFQ", "HQA", "2WM", "MUS", "TRC", "TQA", "SSM", "Avg.")
     ]
     assert list(dict.fromkeys(table.groups[7:-1])) == ["Code", "Summarization", "SingleQA", "MultiQA", "Few-shot"]
-    assert {column.work.max_length for column in RETRIEVAL.columns} == {2048}
-    assert {column.work.max_length for column in LONGBENCH.columns} == {16384}
+    assert {column.job.max_length for column in RETRIEVAL.columns} == {2048}
+    assert {column.job.max_length for column in LONGBENCH.columns} == {16384}
 
 
 def test_a_task_needed_by_two_suites_runs_once():
-    works = works_of([PERPLEXITY, COMMONSENSE])
-    assert [work.task for work in works].count("lambada_openai") == 1
-    assert len(works) == 9
+    jobs = jobs_of([PERPLEXITY, COMMONSENSE])
+    assert [job.task for job in jobs].count("lambada_openai") == 1
+    assert len(jobs) == 9
 
 
 def test_the_needle_suite_has_six_tasks_at_every_length():
     suite = needle_suite()
     assert len(suite.columns) == 6 * 5
     assert [column.title for column in suite.columns[:5]] == ["1K", "2K", "4K", "8K", "16K"]
-    assert suite.columns[0].work == Work("niah_single_1", 1024, needle_length=1024)
+    assert suite.columns[0].job == Job("niah_single_1", 1024, needle_length=1024)
 
 
 def test_a_missing_task_is_a_dash_and_the_average_says_what_it_is_over():
     found = results(COMMONSENSE, *[0.5] * 8)
-    del found[COMMONSENSE.columns[0].work]
+    del found[COMMONSENSE.columns[0].job]
     table = make_table([COMMONSENSE], {"one": found})
     assert table.cells()[0][1] == "–"
     assert table.cells()[0][-1] == "50.00"
@@ -130,14 +130,14 @@ def test_the_json_table_keeps_the_numbers():
 
 
 def test_tasks_by_name_show_every_metric_as_it_is():
-    work = Work("boolq")
-    found = {"one": {work: {"metrics": {"acc": 0.25, "acc_stderr": 0.1, "f1": 0.5}}}}
-    table = make_table([columns_of_tasks([work], found)], found)
+    job = Job("boolq")
+    found = {"one": {job: {"metrics": {"acc": 0.25, "acc_stderr": 0.1, "f1": 0.5}}}}
+    table = make_table([columns_of_tasks([job], found)], found)
     assert (table.groups, table.titles, table.numbers) == (["boolq", "boolq"], ["acc", "f1"], [[0.25, 0.5]])
 
 
 def test_a_metric_the_task_does_not_have_is_an_error_that_names_those_it_has():
-    found = {"one": {PERPLEXITY.columns[0].work: {"metrics": {"acc": 1.0}}}}
+    found = {"one": {PERPLEXITY.columns[0].job: {"metrics": {"acc": 1.0}}}}
     with pytest.raises(ValueError, match=r"lambada_openai.*'perplexity'.*acc"):
         make_table([PERPLEXITY], found)
 

@@ -62,14 +62,14 @@ def run(args: argparse.Namespace) -> None:
     if args.data:
         # Must be set before the libraries are imported: with local data nothing may ask the network.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-    from mdn.evaluation.suites import SUITE_NAMES, SUITES, Work, needle_suite
+    from mdn.evaluation.suites import SUITE_NAMES, SUITES, Job, needle_suite
 
     unknown = [name for name in args.suite if name not in SUITE_NAMES]
     if unknown:
         raise ValueError(f"--suite {','.join(unknown)} is unknown; expected some of {', '.join(SUITE_NAMES)}")
     needles = {} if args.lengths is None else {"lengths": args.lengths}
     suites = [needle_suite(**needles) if name == "needle" else SUITES[name] for name in args.suite if name != "mqar"]
-    tasks = [Work(task, args.max_length) for task in _tasks(args.tasks)]
+    tasks = [Job(task, args.max_length) for task in _tasks(args.tasks)]
     results, skipped = _harness_results(args, suites, tasks)
     if "mqar" in args.suite:
         suites.append(_mqar(args, results))
@@ -107,27 +107,27 @@ def _harness_results(args: argparse.Namespace, suites: list, tasks: list) -> tup
 
     from mdn.common.loading import choose_device, load, resolve_model
     from mdn.evaluation.harness import Settings, Subject
-    from mdn.evaluation.works import refuse_missing_files, run_works, works_of
+    from mdn.evaluation.jobs import jobs_of, refuse_missing_files, run_jobs
 
     haystack = _haystack(args.haystack)
     fingerprint = None if haystack is None else hashlib.sha256(haystack.encode()).hexdigest()
     data = tuple(args.data or ())
     settings = Settings(args.out, data, args.limit, args.batch_size, args.seed, fingerprint)
-    works = [*works_of(suites), *tasks]
+    jobs = [*jobs_of(suites), *tasks]
     if args.max_length is not None:
         suites[:] = [_with_length(suite, args.max_length) for suite in suites]
-        works = [dataclasses.replace(work, max_length=args.max_length) for work in works]
+        jobs = [dataclasses.replace(job, max_length=args.max_length) for job in jobs]
     # What can be wrong is found out before the first model is loaded.
     sources, device = [resolve_model(source) for source in args.models], choose_device(args.device)
     if not args.skip_missing:
-        refuse_missing_files(works, data)
+        refuse_missing_files(jobs, data)
     skipped: list[str] = []
     for label, source in zip(results, sources):
         # One model in memory at a time.
         model, tokenizer = load(source, args.dtype, device)
         subject = Subject(label, source, model, tokenizer)
-        outcome = run_works(
-            list(dict.fromkeys(works)), [subject], settings, skip_missing=args.skip_missing, haystack=haystack
+        outcome = run_jobs(
+            list(dict.fromkeys(jobs)), [subject], settings, skip_missing=args.skip_missing, haystack=haystack
         )
         results |= outcome.results
         skipped = outcome.skipped
@@ -138,7 +138,7 @@ def _with_length(suite: Any, length: int) -> Any:
     import dataclasses
 
     def changed(column: Any) -> Any:
-        return dataclasses.replace(column, work=dataclasses.replace(column.work, max_length=length))
+        return dataclasses.replace(column, job=dataclasses.replace(column.job, max_length=length))
 
     return dataclasses.replace(suite, columns=tuple(map(changed, suite.columns)))
 
@@ -177,7 +177,7 @@ def _report(args: argparse.Namespace, suites: list, tasks: list, results: dict[s
     if args.markdown:
         args.markdown.write_text(as_markdown(table))
     if args.json:
-        found = {label: {work.name: result for work, result in rows.items()} for label, rows in results.items()}
+        found = {label: {job.name: result for job, result in rows.items()} for label, rows in results.items()}
         content = {"table": as_json(table), "results": found, "provenance": provenance(args.seed)}
         write_results(args.json, "eval", content)
     needle = next((suite for suite in suites if suite.name == "needle"), None)

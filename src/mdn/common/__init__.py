@@ -1,1 +1,1 @@
-"""Tools without a subject of their own: files, progress, processes, figures, result files, loading, error texts."""
+"""General tools: files, progress, processes, figures, result files, loading, error texts."""

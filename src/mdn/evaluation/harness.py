@@ -28,7 +28,7 @@ from mdn.common.files import read_json, write_atomically
 from mdn.common.results import model_hash, provenance
 from mdn.evaluation.definitions import TASKS_FOLDER, definition_of
 from mdn.evaluation.local_data import LocalFile, MissingData, find_local_file, write_local_task
-from mdn.evaluation.suites import Work
+from mdn.evaluation.suites import Job
 
 
 @dataclass
@@ -65,25 +65,25 @@ class TaskSource:
     def __init__(self, data: tuple[Path, ...] = ()) -> None:
         self.data = data
 
-    def local_file(self, work: Work) -> LocalFile | None:
+    def local_file(self, job: Job) -> LocalFile | None:
         """The file a task will read; None where it reads none (the Hub, or a generator)."""
-        return find_local_file(work.task, self.data) if self.data and work.needle_length is None else None
+        return find_local_file(job.task, self.data) if self.data and job.needle_length is None else None
 
-    def load(self, work: Work, tokenizer: str) -> Any:
-        """The harness's Task; raises MissingData if its data cannot be had."""
-        definition = definition_of(work.task)
-        file = self.local_file(work)
+    def load(self, job: Job, tokenizer: str) -> Any:
+        """The harness's Task; raises MissingData if its data is not available."""
+        definition = definition_of(job.task)
+        file = self.local_file(job)
         metadata: Any = None
-        if work.needle_length is not None:
-            metadata = {"tokenizer": tokenizer, "max_seq_lengths": [work.needle_length]}
+        if job.needle_length is not None:
+            metadata = {"tokenizer": tokenizer, "max_seq_lengths": [job.needle_length]}
         try:
             if file is None:
-                return _load(work.task, definition.parent, metadata)
+                return _load(job.task, definition.parent, metadata)
             with tempfile.TemporaryDirectory() as folder:
-                write_local_task(work.task, definition, file, Path(folder))
-                return _load(work.task, Path(folder), metadata)
+                write_local_task(job.task, definition, file, Path(folder))
+                return _load(job.task, Path(folder), metadata)
         except (OSError, LookupError, ImportError, ValueError) as error:
-            raise MissingData(f"{work.task}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+            raise MissingData(f"{job.task}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
 
 def _load(task: str, folder: Path, metadata: Any) -> Any:
@@ -92,42 +92,42 @@ def _load(task: str, folder: Path, metadata: Any) -> Any:
     return manager.load([task])["tasks"][task]
 
 
-def result_path(subject: Subject, work: Work, settings: Settings, file: LocalFile | None) -> Path:
+def result_path(subject: Subject, job: Job, settings: Settings, file: LocalFile | None) -> Path:
     decides = {
-        "max_length": work.max_length,
-        "needle_length": work.needle_length,
+        "max_length": job.max_length,
+        "needle_length": job.needle_length,
         "limit": settings.limit,
         "seed": settings.seed,
         "data": None if file is None else file.fingerprint(),
-        "haystack": settings.haystack if work.needle_length is not None else None,
+        "haystack": settings.haystack if job.needle_length is not None else None,
         "lm_eval": version("lm_eval"),
     }
     key = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
     label = subject.label.strip("/").replace("/", "_")
-    return settings.out / f"{label}-{subject.hash[:8]}" / f"{work.name}-{key}.json"
+    return settings.out / f"{label}-{subject.hash[:8]}" / f"{job.name}-{key}.json"
 
 
-def evaluate(subject: Subject, work: Work, task: Any, settings: Settings, path: Path) -> dict[str, Any]:
-    """The result of one task: read if it is there, else computed, and then there."""
+def evaluate(subject: Subject, job: Job, task: Any, settings: Settings, path: Path) -> dict[str, Any]:
+    """The result of one task: read from its file if there is one, else computed and written."""
     if path.is_file():
         return read_json(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     partial = path.with_suffix(".partial")
     with redirect_stdout(sys.stderr):  # the harness prints notes among its results
-        found = _simple_evaluate(subject, work, task, settings, partial)
+        found = _simple_evaluate(subject, job, task, settings, partial)
     assert found is not None
     result = {
-        "task": work.task,
-        "max_length": work.max_length,
-        "needle_length": work.needle_length,
+        "task": job.task,
+        "max_length": job.max_length,
+        "needle_length": job.needle_length,
         "model": subject.facts(),
-        "metrics": _metrics(found["results"][work.task]),
-        "examples": found["n-samples"][work.task]["effective"],
+        "metrics": _metrics(found["results"][job.task]),
+        "examples": found["n-samples"][job.task]["effective"],
         "limit": settings.limit,
         "batch_size": settings.batch_size,
-        "data": found["configs"][work.task].get("dataset_kwargs") or found["configs"][work.task].get("dataset_path"),
-        "task_version": found["versions"].get(work.task),
+        "data": found["configs"][job.task].get("dataset_kwargs") or found["configs"][job.task].get("dataset_path"),
+        "task_version": found["versions"].get(job.task),
         "seconds": round(time.perf_counter() - begin, 1),
         "provenance": provenance(settings.seed),
     }
@@ -137,9 +137,9 @@ def evaluate(subject: Subject, work: Work, task: Any, settings: Settings, path: 
     return result
 
 
-def _simple_evaluate(subject: Subject, work: Work, task: Any, settings: Settings, partial: Path) -> Any:
+def _simple_evaluate(subject: Subject, job: Job, task: Any, settings: Settings, partial: Path) -> Any:
     return lm_eval.simple_evaluate(
-        model=_harness_model(subject, work, settings),
+        model=_harness_model(subject, job, settings),
         tasks=[task],
         # Without one the harness reads all of its definitions again.
         task_manager=TaskManager(include_path=str(TASKS_FOLDER), include_defaults=False),
@@ -154,12 +154,12 @@ def _simple_evaluate(subject: Subject, work: Work, task: Any, settings: Settings
     )
 
 
-def _harness_model(subject: Subject, work: Work, settings: Settings) -> HFLM:
+def _harness_model(subject: Subject, job: Job, settings: Settings) -> HFLM:
     return HFLM(
         pretrained=subject.model,
         tokenizer=subject.tokenizer,
         batch_size=settings.batch_size,
-        max_length=work.max_length,
+        max_length=job.max_length,
     )
 
 

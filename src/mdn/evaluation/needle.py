@@ -118,7 +118,7 @@ def make_example(
     keys: int = 1,
     digits: int = 2,
 ) -> NeedleExample:
-    """One asked needle at ``depth`` and ``keys - 1`` others anywhere, filled with hay up to ``length`` tokens."""
+    """The needle in question at ``depth`` and ``keys - 1`` others anywhere, filled with hay up to ``length`` tokens."""
     if haystack not in HAYSTACKS:
         raise ValueError(f"haystack must be one of {HAYSTACKS}, got {haystack!r}")
     if not 0 <= depth <= 1:

@@ -51,7 +51,7 @@ def _import() -> Any:
 
 
 def _import_without_download() -> Any:
-    """Importing the module downloads NLTK's sentence splitter, which a text of one's own does not need."""
+    """Importing the module downloads NLTK's sentence splitter, which other texts do not need."""
     import nltk
 
     download, nltk.download = nltk.download, lambda *args, **kwargs: True

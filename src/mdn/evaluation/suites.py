@@ -20,7 +20,7 @@ NEEDLE_TASKS = {
 
 
 @dataclass(frozen=True)
-class Work:
+class Job:
     """One task at one input length: what is evaluated, resumed and kept as one file."""
 
     task: str
@@ -40,7 +40,7 @@ class Column:
 
     group: str
     title: str
-    work: Work
+    job: Job
     metric: str
     shown: str = "acc ↑"
     percent: bool = True
@@ -56,7 +56,7 @@ class Suite:
 
 def _columns(group: str, length: int, *rows: tuple[str, str, str, str]) -> tuple[Column, ...]:
     return tuple(
-        Column(group, title, Work(task, length), metric, shown, percent="ppl" not in shown)
+        Column(group, title, Job(task, length), metric, shown, percent="ppl" not in shown)
         for title, task, metric, shown in rows
     )
 
@@ -114,7 +114,7 @@ _LONGBENCH_GROUPS = {
 LONGBENCH = Suite(
     "longbench",
     tuple(
-        Column(group, title, Work(f"longbench_{task}", 16384), "score", "↑")
+        Column(group, title, Job(f"longbench_{task}", 16384), "score", "↑")
         for group, tasks in _LONGBENCH_GROUPS.items()
         for title, task in tasks
     ),
@@ -125,7 +125,7 @@ LONGBENCH = Suite(
 def needle_suite(lengths: tuple[int, ...] = NEEDLE_LENGTHS) -> Suite:
     """RULER's six tasks; the input length is the haystack's, the 128 new tokens included."""
     columns = tuple(
-        Column(title, _short(length), Work(task, length, needle_length=length), str(length), "↑")
+        Column(title, _short(length), Job(task, length, needle_length=length), str(length), "↑")
         for task, title in NEEDLE_TASKS.items()
         for length in lengths
     )

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mdn.common.results import Table
-from mdn.evaluation.suites import Column, Suite, Work
+from mdn.evaluation.suites import Column, Job, Suite
 
 MISSING = "–"
-Results = dict[Work, dict[str, Any]]
+Results = dict[Job, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,21 @@ def make_table(suites: list[Suite], results: dict[str, Results]) -> SuiteTable:
 
 
 def number_of(column: Column, found: Results) -> float | None:
-    result = found.get(column.work)
+    result = found.get(column.job)
     if result is None:
         return None
     if column.metric not in result["metrics"]:
-        raise ValueError(f"task {column.work.task!r} has no metric {column.metric!r}, only {sorted(result['metrics'])}")
+        raise ValueError(f"task {column.job.task!r} has no metric {column.metric!r}, only {sorted(result['metrics'])}")
     return result["metrics"][column.metric] * (100 if column.percent else 1)
 
 
-def columns_of_tasks(works: list[Work], results: dict[str, Results]) -> Suite:
+def columns_of_tasks(jobs: list[Job], results: dict[str, Results]) -> Suite:
     """For `--tasks`: every metric the harness reports, as it is."""
     columns = []
-    for work in works:
-        reported: dict[str, float] = next((found[work]["metrics"] for found in results.values() if work in found), {})
+    for job in jobs:
+        reported: dict[str, float] = next((found[job]["metrics"] for found in results.values() if job in found), {})
         names = [name for name in reported if not name.endswith("_stderr")]
-        columns += [Column(work.name, name, work, name, "", percent=False) for name in names]
+        columns += [Column(job.name, name, job, name, "", percent=False) for name in names]
     return Suite("tasks", tuple(columns))
 
 

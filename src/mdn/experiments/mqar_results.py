@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mdn.common.results import Table
-from mdn.evaluation.suites import Column, Suite, Work
+from mdn.evaluation.suites import Column, Job, Suite
 from mdn.experiments.mqar import MqarRecipe, segment_accuracy
 
 Chosen = dict[str, Any]
@@ -116,17 +116,17 @@ def draw(content: dict[str, Any]) -> Any:
 
 def mqar_suite(recipe: MqarRecipe) -> Suite:
     columns = (
-        Column(f"length {segment.length}", f"{segment.pairs} pairs", Work(f"mqar-{segment.name}"), "acc")
+        Column(f"length {segment.length}", f"{segment.pairs} pairs", Job(f"mqar-{segment.name}"), "acc")
         for segment in recipe.test
     )
     return Suite("mqar", tuple(columns), average="acc ↑")
 
 
-def mqar_results(model: Any, recipe: MqarRecipe) -> dict[Work, dict[str, Any]]:
+def mqar_results(model: Any, recipe: MqarRecipe) -> dict[Job, dict[str, Any]]:
     if model.config.vocab_size < recipe.task.vocab_size:
         raise ValueError(
             f"the model's vocabulary of {model.config.vocab_size} is smaller than the recipe's task.vocab_size="
             f"{recipe.task.vocab_size}; --suite mqar is for models of `mdn mqar --save-models`"
         )
     found = segment_accuracy(model, recipe)
-    return {Work(f"mqar-{name}"): {"metrics": {"acc": accuracy}} for name, accuracy in found.items()}
+    return {Job(f"mqar-{name}"): {"metrics": {"acc": accuracy}} for name, accuracy in found.items()}

@@ -1,7 +1,7 @@
 """What other projects call things: one entry per kind of checkpoint that `mdn convert` understands.
 
 A family says which of our mixers it is, how its config fields are called, which settings it must have, and how its
-parameters are renamed. FLA's recurrent models need almost nothing: our parameters bear FLA's names.
+parameters are renamed. FLA's recurrent models need almost nothing: our parameters have FLA's names.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class BatchPlan:
 
 
 def plan_batch(training: TrainingSettings, ranks: int) -> BatchPlan:
-    """The largest micro-batch up to the wished one that divides a rank's share evenly."""
+    """The largest micro-batch up to the requested one that divides a rank's share evenly."""
     rows = training.batch_sequences
     if rows % ranks:
         raise ValueError(

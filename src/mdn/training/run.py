@@ -1,4 +1,4 @@
-"""One training run from beginning to end: data, model, resume, training, evaluation, and what is left behind.
+"""One training run from beginning to end: data, model, resume, training, evaluation, and the files it writes.
 
     result = train(load_recipe("demo"))
 
@@ -105,7 +105,7 @@ def _train(recipe: Recipe, run_dir: Path, stop: StopSignal, command: str) -> Run
     trainer.accelerator.wait_for_everyone()  # every rank has looked at the damaged checkpoints
     if first:
         write_atomically(run_dir / "recipe.yaml", to_yaml(recipe).encode())
-        _tell_how_it_starts(recipe, checkpoint, damaged)
+        _report_start(recipe, checkpoint, damaged)
     started = time.monotonic()
     try:
         with stop.deferred():
@@ -121,7 +121,7 @@ def _train(recipe: Recipe, run_dir: Path, stop: StopSignal, command: str) -> Run
     return RunResult(run_dir, trainer.state.global_step, summary)
 
 
-def _tell_how_it_starts(recipe: Recipe, checkpoint: checkpoints.Checkpoint | None, damaged: dict[Path, str]) -> None:
+def _report_start(recipe: Recipe, checkpoint: checkpoints.Checkpoint | None, damaged: dict[Path, str]) -> None:
     """Name what is resumed, set damaged checkpoints aside, and say what lengthening does to the learning rate."""
     for path, reason in damaged.items():
         print(f"warning: {reason}; set aside as {checkpoints.set_aside(path).name}", file=sys.stderr)
@@ -270,7 +270,7 @@ def _summary(recipe: Recipe, data: PreparedData, trainer: RecipeTrainer, held_ou
 
 
 class RunFlow(TrainerCallback):
-    """Hangs on the engine's step events. All ranks run it (measuring is collective); only the first one writes."""
+    """Acts at the Trainer's step events. All ranks run it (measuring is collective); only the first one writes."""
 
     def __init__(
         self, recipe: Recipe, trainer: RecipeTrainer, run_dir: Path, probe: torch.Tensor, evaluate: Callable[[], dict]

@@ -1,6 +1,6 @@
 """The Hugging Face Trainer with atomic checkpoints, a NaN guard, coordinated stopping and reliable decay groups.
 
-The engine's loop is unchanged. The additions override five of its methods: the sampler (rows in the order of the run),
+The Trainer's loop is unchanged. The additions override five of its methods: the sampler (rows in the order of the run),
 training_step (the loss of every step), _get_grad_norm (the guard), _save_checkpoint (written aside, then published) and
 get_decay_parameter_names (collected before any wrapping).
 """
@@ -113,7 +113,7 @@ def training_arguments(recipe: Recipe, run_dir: Path, ranks: int) -> TrainingArg
         **_sharding(recipe, ranks),
     )
     if arguments.n_gpu > 1:
-        # The engine would spread one process over all GPUs and so multiply the batch. Several GPUs are torchrun's job.
+        # The Trainer would spread one process over all GPUs and so multiply the batch. Several GPUs are torchrun's job.
         arguments._n_gpu = 1
     return arguments
 
@@ -152,7 +152,7 @@ class StopSignal:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside the block a signal is remembered for whoever looks at `requested`."""
+        """Inside the block a signal only sets `requested`."""
         self._deferred = True
         try:
             yield
@@ -201,7 +201,7 @@ class RecipeTrainer(Trainer):
         refuse_sequence_parallelism()
         self.mesh = RankMesh(recipe.distributed, arguments.world_size, arguments.device.type)
         if self.mesh.shape.tensor > 1:
-            # Only now: while it is whole, the engine takes the model for an ordinary one.
+            # Only now: while it is whole, the Trainer takes the model for an ordinary one.
             split_model(self.model, self.mesh.tensor)  # type: ignore[arg-type]
             self.is_distributed_loading_by_transformers = True
         for callback in (PrinterCallback, ProgressCallback):
@@ -240,7 +240,7 @@ class RecipeTrainer(Trainer):
         """
         scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)  # accelerate wraps it
         rates = [base * at(scheduler.last_epoch) for base, at in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
-        scheduler._last_lr = rates  # what the engine reports as the rate of the coming step
+        scheduler._last_lr = rates  # what the Trainer reports as the rate of the coming step
         for group, rate in zip(scheduler.optimizer.param_groups, rates):
             group["lr"] = rate
 
@@ -267,7 +267,7 @@ class RecipeTrainer(Trainer):
                 local /= self.mesh.copies.size()
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Nothing to do for the engine: ``_average_gradients`` does it."""
+        """Nothing to do for the Trainer: ``_average_gradients`` does it."""
 
     def compute_loss(self, *arguments: Any, **options: Any) -> Any:
         """With context parallelism the loss is that of all tokens, and its gradient that of this rank's: gradients are
@@ -332,7 +332,7 @@ class RecipeTrainer(Trainer):
 
     @contextmanager
     def _whole_optimizer(self) -> Iterator[None]:
-        """Inside the block the engine sees the states of a run without tensor parallelism."""
+        """Inside the block the Trainer sees the states of a run without tensor parallelism."""
         if self.mesh.shape.tensor == 1:
             yield
             return
@@ -418,7 +418,7 @@ def is_first_rank() -> bool:
 
 
 def check_sharding(trainer: Any, checkpoint: Checkpoint | None) -> None:
-    """Refuse, before any training, a sharding that the engine did not take up or a checkpoint of the other kind.
+    """Refuse, before any training, a sharding that did not happen or a checkpoint of the other kind.
 
     accelerate silently trains with plain data parallelism where it does not support FSDP (on CPU, or in one process).
     """
@@ -441,8 +441,6 @@ def assert_parameters_are_sharded(trainer: Any) -> None:
     """Once the model is wrapped: every parameter must be a DTensor if sharding was requested."""
     if trainer.recipe.distributed.strategy == "ddp":
         return
-    from torch.distributed.tensor import DTensor
-
     plain = [name for name, parameter in trainer.model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
         raise ValueError(

@@ -121,7 +121,7 @@ def _anchor(name: str) -> str:
 
 
 def _result_sections(results: list[ResultFile]) -> Iterator[tuple[str, str]]:
-    """A section per kind, in the order of the known kinds, then those it does not know."""
+    """A section per kind, in the order of the known kinds, then unknown ones."""
     kinds = {result.kind for result in results}
     for kind in [*(kind for kind in KINDS if kind in kinds), *sorted(kinds - set(KINDS))]:
         files = [result for result in results if result.kind == kind]

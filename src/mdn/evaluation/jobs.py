@@ -1,4 +1,4 @@
-"""`mdn eval` without the command line: works for several models; missing data is named before anything runs."""
+"""`mdn eval` without the command line: all jobs for several models; missing data is reported before anything runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mdn.evaluation.definitions import definition_of
 from mdn.evaluation.harness import Settings, Subject, TaskSource, evaluate, result_path
 from mdn.evaluation.local_data import MissingData
 from mdn.evaluation.ruler import adapted_ruler
-from mdn.evaluation.suites import Suite, Work
+from mdn.evaluation.suites import Job, Suite
 from mdn.evaluation.tables import Results
 
 
@@ -25,18 +25,18 @@ class Outcome:
     skipped: list[str]
 
 
-def works_of(suites: Iterable[Suite]) -> list[Work]:
+def jobs_of(suites: Iterable[Suite]) -> list[Job]:
     """What the columns need, each once, in order."""
-    return list(dict.fromkeys(column.work for suite in suites for column in suite.columns))
+    return list(dict.fromkeys(column.job for suite in suites for column in suite.columns))
 
 
-def refuse_missing_files(works: list[Work], data: tuple[Path, ...]) -> None:
-    """A MissingData that names every task whose local file is not there; no model and no library is needed for it."""
+def refuse_missing_files(jobs: list[Job], data: tuple[Path, ...]) -> None:
+    """Raises a MissingData that names every task whose local file is missing; loads neither model nor harness."""
     source, missing = TaskSource(data), []
-    for work in works:
-        definition_of(work.task)
+    for job in jobs:
+        definition_of(job.task)
         try:
-            source.local_file(work)
+            source.local_file(job)
         except MissingData as error:
             missing.append(str(error))
     _refuse(missing)
@@ -47,8 +47,8 @@ def _refuse(missing: list[str]) -> None:
         raise MissingData(f"missing data (--skip-missing leaves these tasks out): {'; '.join(missing)}")
 
 
-def run_works(
-    works: list[Work],
+def run_jobs(
+    jobs: list[Job],
     subjects: list[Subject],
     settings: Settings,
     *,
@@ -56,34 +56,34 @@ def run_works(
     haystack: str | None = None,
     say: Callable[[str], None] = print,
 ) -> Outcome:
-    """Every work for every model. Without ``skip_missing`` missing data is an error before the first evaluation."""
+    """Runs every job for every model. Without ``skip_missing`` missing data is an error before the first evaluation."""
     source = TaskSource(settings.data)
-    for work in works:
-        definition_of(work.task)
-    needles = any(work.needle_length is not None for work in works)
+    for job in jobs:
+        definition_of(job.task)
+    needles = any(job.needle_length is not None for job in jobs)
     with adapted_ruler(haystack, settings.limit) if needles else nullcontext():
-        tasks, skipped = _load_all(works, source, subjects[0].source, skip_missing)
+        tasks, skipped = _load_all(jobs, source, subjects[0].source, skip_missing)
         for line in skipped:
             say(f"skipped: {line}")
         results: dict[str, Results] = {subject.label: {} for subject in subjects}
-        todo = [(subject, work) for subject in subjects for work in works if work in tasks]
-        for subject, work in progress(todo, desc="tasks", unit="task"):
-            task = tasks[work]
-            if work.needle_length is not None and subject is not subjects[0]:
-                task = source.load(work, subject.source)  # haystacks are measured with each model's own tokenizer
-            path = result_path(subject, work, settings, source.local_file(work))
-            results[subject.label][work] = evaluate(subject, work, task, settings, path)
+        todo = [(subject, job) for subject in subjects for job in jobs if job in tasks]
+        for subject, job in progress(todo, desc="tasks", unit="task"):
+            task = tasks[job]
+            if job.needle_length is not None and subject is not subjects[0]:
+                task = source.load(job, subject.source)  # haystacks are measured with each model's own tokenizer
+            path = result_path(subject, job, settings, source.local_file(job))
+            results[subject.label][job] = evaluate(subject, job, task, settings, path)
     return Outcome(results, skipped)
 
 
 def _load_all(
-    works: list[Work], source: TaskSource, tokenizer: str, skip_missing: bool
-) -> tuple[dict[Work, Any], list[str]]:
-    tasks: dict[Work, Any] = {}
+    jobs: list[Job], source: TaskSource, tokenizer: str, skip_missing: bool
+) -> tuple[dict[Job, Any], list[str]]:
+    tasks: dict[Job, Any] = {}
     missing: list[str] = []
-    for work in works:
+    for job in jobs:
         try:
-            tasks[work] = source.load(work, tokenizer)
+            tasks[job] = source.load(job, tokenizer)
         except MissingData as error:
             missing.append(str(error))
     if not skip_missing:
