@@ -46,7 +46,7 @@ def test_the_page_has_speeds_as_ratios_latencies_and_memory():
     assert "old" not in page
     assert f"| {REFERENCE} | 100 (1.00) | 400 (1.00) |" in page
     assert "| attention | 200 (2.00) | 800 (2.00) |" in page
-    assert f"| {HYBRID} | 50.0 / 95.0 / 99.0 |" in page
+    assert f"| {HYBRID} | 4 | 50.0 / 95.0 / 99.0 | 50.0 / 95.0 / 99.0 |" in page
     assert "The memory of a sequence of MDN is the same between 128 and 512 tokens" in page
 
 

@@ -26,6 +26,7 @@ from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
 REFERENCE = "momentum_deltanet"
 HYBRID = "hybrid (3 momentum_deltanet, 1 attention)"
 MODELS = (REFERENCE, "gated_deltanet", HYBRID, "attention")
+PERCENTILES = (50, 95, 99)
 PAGE_TOKENS = 32
 """tokens of keys and values per page, if a page need not be larger to hold a recurrent state"""
 
@@ -162,7 +163,7 @@ def _rows(timings: dict[str, Timings], batch: int, size: ServingSize) -> list[di
         row = {"model": name, "batch": batch, "tokens per second": rates[name]}
         row["ratio to MDN"] = rates[name] / rates[REFERENCE] if REFERENCE in rates else float("nan")
         for what, seconds in (("first token", found.first_token), ("next token", found.next_token)):
-            for percent in (50, 95, 99):
+            for percent in PERCENTILES:
                 row[f"{what} p{percent}"] = float(np.percentile(seconds, percent)) if seconds else float("nan")
         rows.append(row)
     return rows
@@ -179,18 +180,15 @@ def tables(content: dict[str, Any]) -> list[Table]:
     for name in content["parameters"]:
         mine = {row["batch"]: row for row in rows if row["model"] == name}
         speed.append([name, *(f"{mine[b]['tokens per second']:.0f} ({mine[b]['ratio to MDN']:.2f})" for b in batches)])
-        times = [
-            " / ".join(f"{1e3 * mine[b][f'{what} token p{percent}']:.1f}" for percent in (50, 95, 99))
-            for b in batches
-            for what in ("first", "next")
-        ]
-        latency.append([name, *times])
+        for batch in batches:
+            kinds = ([mine[batch][f"{what} token p{p}"] for p in PERCENTILES] for what in ("first", "next"))
+            times = [" / ".join(f"{1e3 * seconds:.1f}" for seconds in kind) for kind in kinds]
+            latency.append([name, str(batch), *times])
         sizes = {row["context"]: row["bytes per sequence"] for row in memory if row["model"] == name}
         held.append([name, *(f"{sizes[c] / 2**20:.2f}" for c in contexts)])
-    columns = [f"{what} token, batch {b}" for b in batches for what in ("first", "next")]
     return [
         Table("tokens per second (ratio to MDN) by batch size", ["model", *map(str, batches)], speed),
-        Table("milliseconds to the first and to the next token, p50 / p95 / p99", ["model", *columns], latency),
+        Table("milliseconds, p50 / p95 / p99", ["model", "batch", "to the first token", "to the next"], latency),
         Table("MiB of pages per sequence by context", ["model", *(f"{c:,}" for c in contexts)], held),
     ]
 

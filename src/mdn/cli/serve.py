@@ -9,6 +9,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from mdn.cli.options import positive_int, whole_number
 
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> None:
     words = server_arguments(args)
     print(f"mdn: {shlex.join([sys.executable, '-m', SERVER, *words])}", file=sys.stderr, flush=True)
     sys.argv = ["mdn serve", *words]
+    argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign, assignment]
     try:
         # As `python -m` would, but in this process, so that what vLLM refuses becomes one line like every other error.
         runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
@@ -68,6 +70,11 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
     if args.max_model_len is not None:
         words += ["--max-model-len", str(args.max_model_len)]
     return words + args.vllm
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """One line instead of vLLM's usage, which has 300."""
+    raise ValueError(f"--vllm: {message}")
 
 
 def _reason(error: ValueError) -> str:
