@@ -60,6 +60,22 @@ def test_forward_and_backward_agree_with_the_recurrence(target):
     check_pass(target, torch.bfloat16)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_a_token_that_is_not_finite_leaves_earlier_ones_alone(target):
+    outputs = {}
+    for name in ("nothing", "k", "v"):
+        inputs = make_inputs(40, 1, 1, 32, 32, torch.bfloat16)
+        if name in inputs:
+            inputs[name][:, 21] = torch.nan
+        gpu = EmulatedGPU(target, check=True)
+        with gpu.emulate():
+            outputs[name] = chunk_momentum_delta_rule(**inputs, chunk_size=16, backend="triton").o
+        assert not gpu.races
+    for name in ("k", "v"):
+        assert torch.equal(outputs[name][:, :21], outputs["nothing"][:, :21])
+        assert outputs[name][:, 21:].isnan().all()
+
+
 def test_a_pack_with_empty_and_one_token_sequences():
     check_pass("sm_80", torch.bfloat16, cu_seqlens=torch.tensor([0, 17, 17, 18, 40]))
 
