@@ -1,11 +1,13 @@
 """`mdn eval` from the command line: several models side by side, the files it writes, and bad input in one line."""
 
 import json
+from operator import attrgetter
 
 import pytest
 
 from eval_support import make_model, make_tokenizer, write_data
 from mdn.cli import main
+from mdn.common.loading import load_model
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,20 @@ def test_two_models_stand_side_by_side_and_files_say_the_same(place, capsys):
     assert result["metrics"]["perplexity"] == rows["first"][0]
     assert (result["limit"], result["max_length"]) == (2, 256)
     assert len(list((place / "out").rglob("*.json"))) == 4
+
+
+def test_a_packed_model_is_evaluated_like_its_dequantised_weights(place, capsys, tmp_path):
+    options = ("--suite", "perplexity", "--limit", "1", "--max-length", "64", "--json", str(tmp_path / "r.json"))
+    assert main(["quantize", str(place / "first"), str(place / "packed"), "--weights", "int4"]) == 0
+    packed, plain = load_model(place / "packed"), make_model(seed=0)
+    plain.load_state_dict({name: attrgetter(name)(packed) for name in plain.state_dict()})
+    plain.save_pretrained(place / "plain")
+    make_tokenizer().save_pretrained(place / "plain")
+    models = [str(place / name) for name in ("packed", "plain", "first")]
+    assert main(["eval", *models, "--data", str(place / "data"), "--out", str(tmp_path / "out"), *options]) == 0
+    numbers = [row["numbers"] for row in json.loads((tmp_path / "r.json").read_text())["table"]["rows"]]
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+    assert numbers[0] != pytest.approx(numbers[2], rel=1e-5)
 
 
 def test_missing_tasks_are_an_error_or_a_dash(place, capsys):

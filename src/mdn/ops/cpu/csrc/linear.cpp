@@ -246,10 +246,10 @@ void linear_unit(const void* context, long unit) {
 long panels_of_unit(const MdnLinear& linear, long panels) {
     constexpr long kUnitBytes = 64 << 10, kUnitsOfThread = 8;
     const long bits = linear.format == MDN_BFLOAT16 ? 16 : linear.format == MDN_INT8 ? 8 : 4;
-    const long by_size = kUnitBytes / (linear.depth * kWidth * bits / 8),
-               by_count = panels / (linear.threads * kUnitsOfThread);
-    const long most = by_size < by_count ? by_size : by_count;
-    return most < 1 ? 1 : most;
+    const long panel_bytes = linear.depth * kWidth * bits / 8;
+    long count = panels / (linear.threads * kUnitsOfThread);
+    if (count * panel_bytes > kUnitBytes) count = kUnitBytes / panel_bytes;
+    return count < 1 ? 1 : count;
 }
 
 // x[batch, depth] as [depth, batch], with zeros for the rows up to a multiple of 4.
