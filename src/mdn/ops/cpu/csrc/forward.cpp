@@ -93,8 +93,7 @@ void forward_chunk(const Chunk& chunk, Workspace& ws, bool state_is_zero) {
     const Matrix k_T = ws.vectors.k_T, gamma_S = ws.gates.gamma_S;
     if (problem.has_erase)
         masked_product(chunk, ws.erase, ws.products, ws.vectors.p, k_T, gamma_S.from(chunk.probe, 0));
-    if (problem.o != nullptr)
-        masked_product(chunk, ws.attend, ws.products, ws.vectors.q, k_T, gamma_S.from(1, 0));
+    if (problem.o != nullptr) masked_product(chunk, ws.attend, ws.products, ws.vectors.q, k_T, gamma_S.from(1, 0));
     for (long column = 0; column < chunk.unit.columns; column += kWidth) {
         find_residual<Element>(chunk, ws, column, state_is_zero);
         if (problem.o != nullptr) find_output<Element>(chunk, ws, column, state_is_zero);
