@@ -170,7 +170,7 @@ class Rule:
             run = prepare()
         else:
             settings = (self.name, scale, normalise, requested_backend(backend))
-            run = prepared_once(settings, (*tensors, state, state_indices), prepare)
+            run = prepared_once(settings, tensors, (state, state_indices), prepare)
             refuse_transforms(f"{self.name}_step", f"recurrent_{self.name}", (*tensors, state))
         slots = _slots(state_indices, state, tensors.v, read=check_gates)
         if check_gates:

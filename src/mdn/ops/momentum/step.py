@@ -128,12 +128,20 @@ _PREPARED: dict[Any, Any] = {}
 
 
 def prepared_once(
-    settings: Hashable, tensors: Iterable[Tensor | None], prepare: Callable[..., Step], *arguments: Any
+    settings: Hashable,
+    tokens: Iterable[Tensor | None],
+    states: Iterable[Tensor | None],
+    prepare: Callable[..., Step],
+    *arguments: Any,
 ) -> Step:
     """``prepare(*arguments)``: the step for tensors like these. Decoding repeats the same shapes; looking them up takes
     a fraction of the time of checking them."""
-    try:  # everything about a tensor that the checks look at
-        signature = (settings, *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+    try:  # everything about a tensor that the checks and the preparation look at
+        signature = (
+            settings,
+            *[x if x is None else (x.shape, x.is_contiguous(), x.dtype, x.device) for x in tokens],
+            *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in states],
+        )
     except AttributeError:  # not a tensor: the checks name the argument
         return prepare(*arguments)
     run: Step | None = _PREPARED.get(signature)
@@ -150,7 +158,7 @@ def step_function(tensors: RuleTensors, state: StepState, settings: StepSettings
     MDN_BACKEND changes.)"""
     if torch.compiler.is_compiling():
         return _checked_step(tensors, state, settings)
-    run = prepared_once(settings, (*tensors, *state), _checked_step, tensors, state, settings)
+    run = prepared_once(settings, tensors, state, _checked_step, tensors, state, settings)
     S, M, _ = state
     if M is not None and S.data_ptr() == M.data_ptr() != 0:  # an address is no part of the signature
         raise ValueError("S and M of the state must be different memory to be updated in place, got the same twice")
