@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mdn.bench.training_step import BASELINE, StepSize, compare_with_torch, comparison_table, measure, peak_memory
+from mdn.bench.training_step import (
+    BASELINE,
+    StepSize,
+    compare_with_torch,
+    comparison_table,
+    measure,
+    peak_memory,
+    profile_recipe,
+    profile_table,
+)
 from mdn.cli import main
 from mdn.common.results import read_results
 from mdn.layers import MIXERS
@@ -70,3 +79,11 @@ def test_a_step_with_native_layers_learns_as_the_torch_one_and_its_shares_add_up
     for row in (native, torch_row):
         assert abs(row["products"] + row["rule"] + row["rest"] - 1) < 1e-6
     assert len(comparison_table(compared).rows) == 2
+
+
+def test_a_profile_divides_the_time_of_a_recipes_step() -> None:
+    profile = profile_recipe("demo", most_tokens=64)
+    assert (profile["tokens"], profile["length"]) == (64, 64)
+    assert profile["products"] + profile["rule"] + profile["rest"] == pytest.approx(1)
+    assert min(profile["products"], profile["rule"], profile["rest"]) > 0
+    assert profile_table([profile]).rows[0][:2] == ["demo", "64 tokens, T = 64"]
