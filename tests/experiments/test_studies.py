@@ -68,8 +68,8 @@ def test_two_models_are_told_apart_when_welchs_test_says_so():
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)
-def test_every_contestant_of_a_study_exists_and_every_cell_has_its_own_name(study):
-    cells = [cell for task in study.tasks if task.rates_from is None for cell in study.tuning_cells(task)]
+def test_every_contestant_of_a_study_exists_and_every_cell_has_its_own_name(study, tmp_path):
+    cells = [cell for task in study.tasks if task.rates_from is None for cell in study.tuning_cells(task, tmp_path)]
     assert len({cell.name for cell in cells}) == len(cells)
     assert all(task.seeds >= (2 if study.name == "language" else 5) for task in study.tasks)
     assert all(TUNING_SEED not in range(task.seeds) for task in study.tasks)
@@ -121,6 +121,22 @@ def test_the_learning_rate_is_chosen_on_the_tuning_seed_alone(tmp_path):
     assert [(cell.contestant.name, cell.learning_rate, cell.seed) for cell in cells] == [
         ("mdn", 1e-2, 0), ("gdn", 1e-3, 0), ("mdn", 1e-2, 1), ("gdn", 1e-3, 1)
     ]  # fmt: skip
+
+
+def test_of_four_rates_the_neighbour_of_the_better_middle_one_is_tried_too(tmp_path):
+    study = tiny(rates=(1e-3, 3e-3, 1e-2, 3e-2))
+    (task,) = study.tasks
+
+    def tried():
+        return [cell.learning_rate for cell in study.tuning_cells(task, tmp_path) if cell.contestant.name == "mdn"]
+
+    assert tried() == [3e-3, 1e-2]
+    for rate, error in ((3e-3, 0.3), (1e-2, 0.2)):
+        record(study, tmp_path, StudyCell(task, contestant("mdn"), rate, TUNING_SEED), error)
+    assert tried() == [3e-3, 1e-2, 3e-2]
+    assert study.chosen_rates(task, tmp_path) == {}
+    record(study, tmp_path, StudyCell(task, contestant("mdn"), 3e-2, TUNING_SEED), 0.1)
+    assert study.chosen_rates(task, tmp_path) == {"mdn": 3e-2}
 
 
 def test_a_study_runs_only_what_is_missing(tmp_path, in_this_process):

@@ -56,9 +56,22 @@ _ALL = (
     # ---- eigenvalues down to -1
     Contestant("mdn-negative", "MDN, beta up to 2", {"allow_neg_eigval": True}, colour=COLOURS[7]),
     Contestant("gdn-negative", "GDN, beta up to 2", _GDN | _NO_BOUNDS | {"allow_neg_eigval": True}, colour=COLOURS[9]),
+    # two steps per token, and so twice the keys and values: more parameters than the others
+    Contestant(
+        "deltaproduct",
+        "DeltaProduct, two steps",
+        {"mixer": "gated_deltaproduct", "allow_neg_eigval": True},
+        colour=COLOURS[2],
+        cost=1.4,
+    ),
     # ---- other layers
     Contestant("comba", "Comba", {"mixer": "comba"}, colour=COLOURS[2]),
-    Contestant("kda", "KDA", {"mixer": "kda"}, colour=COLOURS[3], cost=2.1),
+    Contestant("kda", "KDA", {"mixer": "kda"}, colour=COLOURS[3]),
+    Contestant("kda-double", "KDA, 2V", {"mixer": "kda"}, columns=2.0, colour=COLOURS[6], cost=1.2),
+    Contestant("momentum-kda", "momentum KDA", {"mixer": "momentum_kda"}, colour=COLOURS[7], cost=1.8),
+    Contestant(
+        "momentum-kda-half", "momentum KDA, V/2", {"mixer": "momentum_kda"}, columns=0.5, colour=COLOURS[2], cost=1.8
+    ),
     Contestant("mamba2", "Mamba2", _MAMBA2, colour=COLOURS[4], cost=1.2),
     Contestant("attention", "attention", {"mixer": "attention"}, colour=COLOURS[6]),
     # ---- further rows of the ablation
@@ -68,6 +81,7 @@ _ALL = (
     Contestant("beta-unbounded", "beta_max = 1", {"bound_beta": False}, colour=COLOURS[8]),
     Contestant("eta-sigmoid", "eta = 2 sigmoid", {"eta_activation": "sigmoid"}, colour=COLOURS[9]),
 )
+VECTOR_DECAYS = ("kda", "kda-double", "momentum-kda", "momentum-kda-half")
 CONTESTANTS = {contestant.name: contestant for contestant in _ALL}
 
 

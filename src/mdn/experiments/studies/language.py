@@ -83,7 +83,7 @@ FOUR_MILLION = LanguageTask(
         "attention",
         "kda",
     ),
-    rates=(2e-3, 5e-3),
+    rates=(1e-3, 2e-3, 5e-3, 1e-2),
     seeds=2,
     seconds=470,
     steps=4 * MILLION,

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mdn.experiments.studies.contestants import VECTOR_DECAYS
 from mdn.experiments.studies.series_model import (
     SERIES_MODEL,
     SeriesModel,
@@ -17,12 +18,21 @@ from mdn.experiments.studies.series_model import (
     weighted_squares,
 )
 from mdn.experiments.studies.signals import CHANNELS, CONSTANTS, SEEN, SIGNALS, Signals
-from mdn.experiments.studies.study import EQUAL_PARAMETERS, EQUAL_STATE, ERROR, TEST_SEED, Metric, Study, Task
+from mdn.experiments.studies.study import (
+    EQUAL_PARAMETERS,
+    EQUAL_STATE,
+    ERROR,
+    TEST_SEED,
+    VECTOR_DECAY_COMPARISONS,
+    Metric,
+    Study,
+    Task,
+)
 
 BATCH_TOKENS = 1024
 MULTIPLES = (1, 2, 4)
 CONTESTANTS = ("mdn", "gdn", "mdn-half", "gdn-double", "qhm", "mu0", "comba", "mdn-fast", "qhm-fast", "mamba2")
-RATES = (3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +79,7 @@ STUDY = Study(
         OscillationTask(
             name="resonator",
             title="impulses in, two damped oscillations out",
-            contestants=CONTESTANTS,
+            contestants=CONTESTANTS + VECTOR_DECAYS,
             rates=RATES,
             seconds=14,
             steps=400,
@@ -89,5 +99,5 @@ STUDY = Study(
             length=96,
         ),
     ),
-    (EQUAL_PARAMETERS, *EQUAL_STATE),
+    (EQUAL_PARAMETERS, *EQUAL_STATE, *VECTOR_DECAY_COMPARISONS),
 )

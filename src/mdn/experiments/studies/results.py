@@ -27,7 +27,7 @@ def summarise(study: Study, out: Path) -> dict[str, Any]:
     spent = 0.0
     tasks = []
     for task in study.tasks:
-        tuning = finished(study.tuning_cells(task), out / study.name) if task.rates_from is None else {}
+        tuning = finished(study.tuning_cells(task, out), out / study.name) if task.rates_from is None else {}
         cells = study.reported_cells(task, out)
         results = finished(cells, out / study.name)
         spent += sum(result["processor_seconds"] for result in (*tuning.values(), *results.values()))

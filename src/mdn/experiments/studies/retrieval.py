@@ -10,15 +10,24 @@ from typing import Any
 import torch
 
 from mdn.experiments.mqar import MqarRecipe, batches, load_mqar_recipe, segment_accuracy
+from mdn.experiments.studies.contestants import VECTOR_DECAYS
 from mdn.experiments.studies.noisy_recall import CONSTANTS, VOCAB_SIZE, generate_noisy_recall, sequence_length
-from mdn.experiments.studies.study import EQUAL_PARAMETERS, EQUAL_STATE, SMALL_MODEL, TEST_SEED, Study, TokenTask
+from mdn.experiments.studies.study import (
+    EQUAL_PARAMETERS,
+    EQUAL_STATE,
+    SMALL_MODEL,
+    TEST_SEED,
+    VECTOR_DECAY_COMPARISONS,
+    Study,
+    TokenTask,
+)
 from mdn.experiments.tiny_needle import NeedleSettings, Words, find_needles, training_batches
 from mdn.experiments.tiny_training import LabelledTokens, labelled_accuracy
 
 BATCH_TOKENS = 1024
 FULL = ("mdn", "gdn", "mdn-half", "gdn-double", "gdn-bounds", "mu0", "qhm", "qhm-fast")
 SHORT = ("mdn", "gdn", "mdn-half", "gdn-double")
-RATES = (3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +123,7 @@ STUDY = Study(
         RecallTask(
             name="rewriting",
             title="MQAR, every key bound twice",
-            contestants=FULL,
+            contestants=FULL + VECTOR_DECAYS,
             rates=RATES,
             seconds=15,
             steps=800,
@@ -140,5 +149,5 @@ STUDY = Study(
             model=SMALL_MODEL,
         ),
     ),
-    (EQUAL_PARAMETERS, *EQUAL_STATE),
+    (EQUAL_PARAMETERS, *EQUAL_STATE, *VECTOR_DECAY_COMPARISONS),
 )

@@ -16,8 +16,8 @@ from mdn.experiments.tiny_training import IGNORED, LabelledTokens, labelled_accu
 BATCH_TOKENS = 1024
 TRAIN_LENGTHS = (8, 16, 32)
 MULTIPLES = (1, 2, 4)
-CONTESTANTS = ("mdn", "mdn-negative", "gdn", "gdn-negative", "mamba2", "attention")
-RATES = (3e-3, 1e-2)
+CONTESTANTS = ("mdn", "mdn-negative", "gdn", "gdn-negative", "deltaproduct", "mamba2", "attention")
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 
 
 @dataclass(frozen=True, kw_only=True)

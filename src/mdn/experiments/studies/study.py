@@ -1,7 +1,8 @@
 """A study: tasks, each with contestants and seeds, run as resumable grids (`mdn.experiments.grid`).
 
 A cell is one training run (task, contestant, learning rate, seed). The learning rate of every contestant is chosen on
-``TUNING_SEED``, which is not reported; then the seeds 0, 1, ... run with it. OUT/NAME/cells has the results of a study.
+``TUNING_SEED``, which is not reported: of four rates the middle two run first, then the neighbour of the better one.
+The seeds 0, 1, ... run with the best of the three. OUT/NAME/cells has the results of a study.
 A cell is deterministic: its seed decides the initial values and the data, and it runs on one thread.
 """
 
@@ -78,7 +79,7 @@ class Task(ABC):
     title: str
     contestants: tuple[str, ...]
     rates: tuple[float, ...]
-    """learning rates to choose from"""
+    """learning rates to choose from, in order: four, of which three are tried, or fewer, which are all tried"""
     rates_from: Task | None = None
     """the task whose choice is taken over"""
     seeds: int = 5
@@ -254,6 +255,12 @@ EQUAL_STATE = (
     Comparison("mdn", "gdn-double", "equal state (twice the value columns for GDN)"),
     Comparison("mdn-half", "gdn", "equal state (half the value columns for MDN)"),
 )
+VECTOR_DECAY_COMPARISONS = (
+    Comparison("momentum-kda", "kda", "equal parameters, a decay for every channel"),
+    Comparison("momentum-kda", "kda-double", "equal state (twice the value columns for KDA)"),
+    Comparison("momentum-kda-half", "kda", "equal state (half the value columns for momentum KDA)"),
+    Comparison("momentum-kda", "mdn", "equal state, a decay for every channel against one for each head"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,10 +310,28 @@ class Study:
     def task(self, name: str) -> Task:
         return next(task for task in self.tasks if task.name == name)
 
-    def tuning_cells(self, task: Task) -> list[StudyCell]:
+    def tuning_cells(self, task: Task, out: Path) -> list[StudyCell]:
+        """The cells that decide the learning rates, as far as the recorded ones tell which are needed."""
         tuned = task.rates_from or task
-        names = task.contestants
-        return [StudyCell(tuned, contestant(name), rate, TUNING_SEED) for name in names for rate in tuned.rates]
+        cells = []
+        for name in task.contestants:
+            ladder = [StudyCell(tuned, contestant(name), rate, TUNING_SEED) for rate in tuned.rates]
+            cells += self._three_of_four(ladder, out) if len(ladder) == 4 else ladder
+        return cells
+
+    def _three_of_four(self, ladder: list[StudyCell], out: Path) -> list[StudyCell]:
+        """The middle two, and with their results the neighbour of the better one."""
+        middle = ladder[1:3]
+        scores = self._tuning_scores(middle, out)
+        if len(scores) < 2:
+            return middle
+        return ladder[:3] if scores[middle[0].name] > scores[middle[1].name] else ladder[1:]
+
+    def _tuning_scores(self, cells: list[StudyCell], out: Path) -> dict[str, float]:
+        """Mean scores of the recorded cells by name, the larger the better."""
+        results = finished(cells, out / self.name)
+        sign = {cell.name: 1 if cell.task.metric.higher_is_better else -1 for cell in cells}
+        return {name: sign[name] * mean_score(result) for name, result in results.items()}
 
     def reported_cells(self, task: Task, out: Path) -> list[StudyCell]:
         """Seed by seed, of the contestants whose learning rate has been chosen."""
@@ -317,31 +342,29 @@ class Study:
 
     def chosen_rates(self, task: Task, out: Path) -> dict[str, float]:
         """By contestant, the learning rate with the best mean score on the tuning seed, once all have run."""
-        cells = self.tuning_cells(task)
-        results = finished(cells, out / self.name)
+        cells = self.tuning_cells(task, out)
+        scores = self._tuning_scores(cells, out)
         chosen: dict[str, float] = {}
         for name in task.contestants:
             mine = [cell for cell in cells if cell.contestant.name == name]
-            if all(cell.name in results for cell in mine):
-                sign = 1 if task.metric.higher_is_better else -1
-                best = max(mine, key=lambda cell: sign * mean_score(results[cell.name]))
-                chosen[name] = best.learning_rate
+            if all(cell.name in scores for cell in mine):
+                chosen[name] = max(mine, key=lambda cell: scores[cell.name]).learning_rate
         return chosen
 
     def whole(self) -> StudySize:
         cells, seconds = 0, 0.0
         for task in self.tasks:
-            tuning = self.tuning_cells(task) if task.rates_from is None else []
-            cells += len(tuning) + task.seeds * len(task.contestants)
-            seconds += sum(cell.expected_seconds for cell in tuning)
-            seconds += task.seeds * task.seconds * sum(contestant(name).cost for name in task.contestants)
+            costs = task.seconds * sum(contestant(name).cost for name in task.contestants)
+            tuning = 0 if task.rates_from else min(3, len(task.rates))
+            cells += (tuning + task.seeds) * len(task.contestants)
+            seconds += (tuning * (task.tuning_steps or task.steps) / task.steps + task.seeds) * costs
         return StudySize(cells, seconds)
 
     def progress(self, out: Path) -> Progress:
         """Reads which cells are recorded."""
         cells, seconds = self.whole()
         done = [cell for task in self.tasks for cell in self.reported_cells(task, out)]
-        done += [cell for task in self.tasks if task.rates_from is None for cell in self.tuning_cells(task)]
+        done += [cell for task in self.tasks if task.rates_from is None for cell in self.tuning_cells(task, out)]
         done = [cell for cell in done if cell_path(out / self.name, cell).is_file()]
         return Progress(len(done), cells, seconds - sum(cell.expected_seconds for cell in done))
 
@@ -350,7 +373,9 @@ class Study:
         job: Callable[[StudyCell], dict[str, Any]] = train_study_cell
         for task in self.tasks:
             label = f"{self.name}, {task.name}"
-            run_grid(self.tuning_cells(task), job, out / self.name, processes, f"{label}: learning rates", limit)
+            for _ in ("the middle rates", "a neighbour of the better"):
+                tuning = self.tuning_cells(task, out)
+                run_grid(tuning, job, out / self.name, processes, f"{label}: learning rates", limit)
             run_grid(self.reported_cells(task, out), job, out / self.name, processes, f"{label}: seeds", limit)
 
 
