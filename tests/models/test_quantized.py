@@ -98,6 +98,7 @@ def test_bf16_weights_of_a_bfloat16_checkpoint_are_exact():
             assert module.weight.equal(original.get_submodule(name).weight.float())
 
 
+@pytest.mark.native
 @torch.no_grad()
 def test_projections_of_one_input_are_one_product_and_copies_have_their_own():
     model = small_model().quantize("int8")
