@@ -161,6 +161,19 @@ def test_every_kernel_compiles_for_hopper_as_launched_and_hardly_spills():
     assert not [row["name"] for row in rows if row["spill_bytes"] > SPILL_BAR]
 
 
+def test_the_scans_compile_for_float16_on_hopper():
+    """Their products are TF32 there, unlike those of bfloat16."""
+    code = (
+        "import json, torch\n"
+        "from mdn.bench.gpu.compiling import compile_launch\n"
+        "from mdn.bench.kernels import Variant, record_launches\n"
+        "launches = record_launches(Variant(key_dim=64, value_dim=64, dtype=torch.float16), 'sm_90')\n"
+        "scans = [launch for each in launches.values() for launch in each if launch.name.endswith('ward_states')]\n"
+        "print(json.dumps([launch.name for launch in scans if compile_launch(launch, 'sm_90').registers]))\n"
+    )
+    assert compiling_process(code) == ["forward_states", "backward_states"]
+
+
 @pytest.mark.slow
 def test_every_kernel_compiles_for_ampere_as_launched_and_hardly_spills():
     rows = compiled("sm_80", 128)
