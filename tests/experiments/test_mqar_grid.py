@@ -91,7 +91,7 @@ def test_the_command_runs_in_processes_and_leaves_table_figure_and_results(recip
     assert "| linear_attention | 16 |" in capsys.readouterr().out
     results = read_results(out / "results.json", "mqar")
     assert results["chosen"][0]["learning_rate"] in (1e-2, 1e-3)
-    assert results["provenance"]["versions"]["torch"] == torch.__version__
+    assert results["provenance"]["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert (out / "accuracy.png").is_file()
     assert (out / "accuracy.svg").is_file()
     assert len(list((out / "cells").glob("*.json"))) == 2
