@@ -91,7 +91,7 @@ def draw(content: dict[str, Any]) -> Any:
     for axis, hidden_size in zip(panels, sizes):
         shown = [row for row in chosen if row["hidden_size"] == hidden_size]
         for number, row in enumerate(shown):
-            aside = 0.07 * (number - (len(shown) - 1) / 2)  # bars of one segment stand beside each other
+            aside = 0.07 * (number - (len(shown) - 1) / 2)  # bars of one segment side by side
             for length in lengths:
                 mine = [i for i, (other, _) in enumerate(test) if other == length]
                 scores = [row["accuracy"][names[i]] for i in mine]
