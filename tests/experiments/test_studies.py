@@ -277,6 +277,14 @@ def test_an_answer_names_who_is_better_and_what_is_missing():
     assert verdicts == {"MDN and GDN": "MDN is better", "MDN, V/2 and GDN": "seeds are missing"}
 
 
+def test_an_answer_has_two_sentences_and_leaves_further_comparisons_to_their_own_block():
+    content = read_results(ROOT / pages.DATA / "study_oscillation.json", "study") | {"cells": 1, "of": 1}
+    words = " ".join(pages.answer(content).split())
+    assert words.count("With equal parameters, MDN") == words.count("With equal state, MDN") == 1
+    assert "KDA" not in words
+    assert "With equal parameters, a decay for every channel, momentum KDA" in " ".join(pages.further(content).split())
+
+
 def test_summaries_are_those_of_the_recorded_cells(tmp_path):
     kept = [*(ROOT / pages.DATA).glob("study_*.json"), *(ROOT / pages.DATA).glob(pages.OVERVIEW)]
     written = pages.write_summaries(ROOT / pages.DATA, tmp_path)

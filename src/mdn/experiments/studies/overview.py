@@ -77,7 +77,7 @@ def draw(content: dict[str, Any]) -> Any:
             fmt="o",
             color=COLOURS[number],
             capsize=3,
-            label=f"{between(mine[0])}: {comparison.what.partition(' (')[0]}",
+            label=f"{between(mine[0])}: {comparison.equal}",
         )
     axis.axvline(1.0, color="#999999", linewidth=0.8)
     axis.set_xscale("log")

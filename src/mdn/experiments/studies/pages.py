@@ -6,8 +6,8 @@ the figure, and the blocks of the pages between
     <!-- study NAME WHAT -->
     <!-- end of study -->
 
-with WHAT one of: answer, figure, comparisons, tables, cost ("all costs" is the table of all studies). Everything else
-in a page is written by hand.
+with WHAT one of: answer, further, figure, comparisons, tables, cost ("all costs" is the table of all studies).
+Everything else in a page is written by hand.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import statistics
 import sys
 import textwrap
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,28 +104,48 @@ def comparison_table(content: dict[str, Any]) -> Table:
 
 
 def answer(content: dict[str, Any]) -> str:
-    """A sentence per comparison, and how much of the study it rests on."""
-    sentences = []
-    for comparison in STUDIES[content["study"]].comparisons:
-        first, second = labels(comparison)
-        words = {
-            FIRST: f"{first} is better than {second} on",
-            SECOND: f"{second} is better than {first} on",
-            LEVEL: f"{first} and {second} cannot be told apart on",
-        }
-        by_verdict: dict[str, list[str]] = {}
-        for finding in findings(content, comparison):
-            means = (finding.metric.shown(statistics.fmean(values)) for values in (finding.first, finding.second))
-            by_verdict.setdefault(finding.verdict(), []).append(f"{finding.task['name']} ({' and '.join(means)})")
-        clauses = [f"{words[kind]} {', '.join(by_verdict[kind])}" for kind in words if kind in by_verdict]
-        if clauses:
-            sentences.append(f"With {comparison.what}, {'; '.join(clauses)}.")
-    if not sentences:
-        sentences.append("No comparison is decided yet.")
+    """The first two sentences of what was found, and how much of the study is missing."""
+    sentences = _found(content)[:2] or ["No comparison is decided yet."]
     if content["cells"] < content["of"]:
         sentences.append(
             f"{content['cells']} of {content['of']} cells are recorded so far; nothing is concluded beyond them."
         )
+    return _paragraph(sentences)
+
+
+def further(content: dict[str, Any]) -> str:
+    """What was found beyond the answer."""
+    return _paragraph(_found(content)[2:] or ["Nothing is decided yet."])
+
+
+def _found(content: dict[str, Any]) -> list[str]:
+    """A sentence for all comparisons in a row in which the same is equal."""
+    sentences = []
+    for equal, group in groupby(STUDIES[content["study"]].comparisons, key=lambda comparison: comparison.equal):
+        clauses = [clause for comparison in group for clause in _clauses(content, comparison)]
+        if clauses:
+            sentences.append(f"With {equal}, {'; '.join(clauses)}.")
+    return sentences
+
+
+def _clauses(content: dict[str, Any], comparison: Comparison) -> list[str]:
+    """Who is better on which tasks, a clause per verdict."""
+    first, second = labels(comparison)
+    words = {
+        FIRST: f"{first} is better than {second} on",
+        SECOND: f"{second} is better than {first} on",
+        LEVEL: f"{first} and {second} cannot be told apart on",
+    }
+    by_verdict: dict[str, list[str]] = {}
+    for finding in findings(content, comparison):
+        verdict, pair = finding.verdict(), [finding.first, finding.second]
+        better_first = reversed(pair) if verdict == SECOND else pair
+        means = " and ".join(finding.metric.shown(statistics.fmean(values)) for values in better_first)
+        by_verdict.setdefault(verdict, []).append(f"{finding.task['name']} ({means})")
+    return [f"{words[kind]} {', '.join(by_verdict[kind])}" for kind in words if kind in by_verdict]
+
+
+def _paragraph(sentences: list[str]) -> str:
     return textwrap.fill(" ".join(sentences), 118, break_long_words=False)
 
 
@@ -138,6 +159,8 @@ def block(content: dict[str, Any], what: str) -> str:
     """The text of one generated block."""
     if what == "answer":
         return answer(content)
+    if what == "further":
+        return further(content)
     if what == "figure":
         return f"![{content['study']}](../figures/{summary_path(Path(), content['study']).stem}.png)"
     if what == "comparisons":
@@ -148,7 +171,7 @@ def block(content: dict[str, Any], what: str) -> str:
     if what == "cost":
         return cost(content)
     raise ValueError(
-        f"a study page has no generated part {what!r}; expected answer, figure, comparisons, tables or cost"
+        f"a study page has no generated part {what!r}; expected answer, further, figure, comparisons, tables or cost"
     )
 
 

@@ -247,7 +247,11 @@ class Comparison(NamedTuple):
     first: str
     second: str
     what: str
-    """what is equal between them"""
+    """what is equal between them, and in brackets how"""
+
+    @property
+    def equal(self) -> str:
+        return self.what.partition(" (")[0]
 
 
 EQUAL_PARAMETERS = Comparison("mdn", "gdn", "equal parameters")
