@@ -1,4 +1,5 @@
-"""docs/derivation.md as printed: equations (2) to (25) in float64, against autograd through the recurrence (1).
+"""docs/derivation.md as printed: equations (2) to (25) and (31) to (38) in float64, against autograd through the
+recurrences (1) and (31).
 
 One chunk, one head, plain matrices. Nothing here imports the library.
 """
@@ -227,3 +228,115 @@ def test_a_chunk_is_an_affine_map():  # (19)
     )
     E = torch.cat([Ks.T @ U, -Km.T @ U])
     torch.testing.assert_close(A @ torch.cat([x.S0, x.M0]) + E, torch.cat([f.S, f.M]), rtol=0, atol=1e-13)
+
+
+# ------------------------------------------------------------------ first-order rules with a decay per key dimension
+
+
+@dataclass
+class VectorChunk:
+    """Inputs of one chunk of GLA (no p, no e), KDA (no e) or RWKV-7."""
+
+    q: Tensor  # [C, K], as are k, p, e and log_alpha
+    k: Tensor
+    v: Tensor  # [C, V]
+    log_alpha: Tensor
+    S0: Tensor  # [K, V]
+    p: Tensor | None
+    e: Tensor | None
+
+    @classmethod
+    def random(cls, rule: str) -> "VectorChunk":
+        torch.manual_seed(0)
+        q, k, p, e, log_alpha = 0.5 * torch.randn(5, C, K, dtype=torch.float64)
+        log_alpha = -log_alpha.abs()
+        log_alpha[3, 1] = -torch.inf
+        v, S0 = torch.randn(C, V, dtype=torch.float64), torch.randn(K, V, dtype=torch.float64)
+        return cls(q, k, v, log_alpha, S0, None if rule == "gla" else p, e if rule == "rwkv7" else None)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None
+        }
+
+
+def vector_recurrence(x: VectorChunk) -> tuple[Tensor, Tensor]:  # (31)
+    S, outputs = x.S0, []
+    for t in range(C):
+        decayed = x.log_alpha[t].exp().unsqueeze(-1) * S + torch.outer(x.k[t], x.v[t])
+        if x.p is not None:
+            decayed = decayed + torch.outer(-x.k[t] if x.e is None else x.e[t], S.T @ x.p[t])
+        S = decayed
+        outputs.append(S.T @ x.q[t])
+    return torch.stack(outputs), S
+
+
+def products_of(late: Tensor, early: Tensor, decays: Tensor) -> Tensor:
+    """[C, C] from rows [C, K] and the decays between them [C, C, K]."""
+    return torch.einsum("id,jd,ijd->ij", late, early, decays)
+
+
+def vector_forward_and_backward(x: VectorChunk, grad_O: Tensor, grad_S: Tensor) -> tuple[Tensor, Tensor, dict]:
+    """Equations (32) to (38) as printed: o, S' and the gradients by name."""
+    alpha = x.log_alpha.exp()
+    between = torch.stack([torch.stack([alpha[j:i].prod(0) for j in range(C + 1)]) for i in range(C + 1)])  # j+1 .. i
+    between = between * torch.ones(C + 1, C + 1, dtype=torch.float64).tril().unsqueeze(-1)
+    abar, to_end = between[:, 0], between[-1, 1:]
+    q_decays, p_decays = between[1:, 1:], between[:-1, 1:]  # [P K]: up to alpha_{i-1}, nothing on the diagonal
+    p = torch.zeros_like(x.k) if x.p is None else x.p
+    e = torch.zeros_like(x.k) if x.e is None else x.e
+    is_kda = x.p is not None and x.e is None
+    qk, qe, pk, pe = (  # (32)
+        products_of(late, early, decays) for late, decays in ((x.q, q_decays), (p, p_decays)) for early in (x.k, e)
+    )
+    q_bar, p_bar, k_bar, e_bar = abar[1:] * x.q, abar[:-1] * p, to_end * x.k, to_end * e
+    eye = torch.eye(C, dtype=torch.float64)
+    solve = eye + pk if is_kda else eye - pe  # (33)
+    solved = torch.linalg.solve(solve, x.v - p_bar @ x.S0 if is_kda else pk @ x.v + p_bar @ x.S0)
+    written, probed = (solved, torch.zeros_like(solved)) if is_kda else (x.v, solved)
+    o = q_bar @ x.S0 + qk @ written + qe @ probed  # (34)
+    S = abar[-1].unsqueeze(-1) * x.S0 + k_bar.T @ written + e_bar.T @ probed
+
+    grad_solved = qk.T @ grad_O + k_bar @ grad_S if is_kda else qe.T @ grad_O + e_bar @ grad_S  # (35)
+    grad_target, sign = torch.linalg.solve(solve.T, grad_solved), -1 if is_kda else 1
+    grad_v = grad_target if is_kda else qk.T @ grad_O + k_bar @ grad_S + pk.T @ grad_target
+    grad_S0 = abar[-1].unsqueeze(-1) * grad_S + q_bar.T @ grad_O + sign * p_bar.T @ grad_target
+    grad_qk, grad_pk = grad_O @ written.T, sign * grad_target @ written.T  # (36)
+    grad_qe, grad_pe = grad_O @ probed.T, grad_target @ probed.T
+    grad_q_bar, grad_p_bar = grad_O @ x.S0.T, sign * grad_target @ x.S0.T
+    grad_k_bar, grad_e_bar = written @ grad_S.T, probed @ grad_S.T
+
+    def along_late(grad: Tensor, early: Tensor, decays: Tensor) -> Tensor:
+        return torch.einsum("ij,jd,ijd->id", grad, early, decays)
+
+    def along_early(grad: Tensor, late: Tensor, decays: Tensor) -> Tensor:
+        return torch.einsum("ij,id,ijd->jd", grad, late, decays)
+
+    grad_q = abar[1:] * grad_q_bar + along_late(grad_qk, x.k, q_decays) + along_late(grad_qe, e, q_decays)  # (37)
+    grad_p = abar[:-1] * grad_p_bar + along_late(grad_pk, x.k, p_decays) + along_late(grad_pe, e, p_decays)
+    grad_k = to_end * grad_k_bar + along_early(grad_qk, x.q, q_decays) + along_early(grad_pk, p, p_decays)
+    grad_e = to_end * grad_e_bar + along_early(grad_qe, x.q, q_decays) + along_early(grad_pe, p, p_decays)
+    grad_log_abar = x.q * grad_q - x.k * grad_k - e * grad_e  # (38)
+    grad_log_abar[:-1] += (p * grad_p)[1:]
+    grad_log_abar[-1] += abar[-1] * (x.S0 * grad_S).sum(-1) + (k_bar * grad_k_bar + e_bar * grad_e_bar).sum(0)
+    grad_log_alpha = grad_log_abar.flip(0).cumsum(0).flip(0)
+    gradients = {"q": grad_q, "k": grad_k, "v": grad_v, "log_alpha": grad_log_alpha, "S0": grad_S0}
+    return o, S, gradients | {"p": grad_p, "e": grad_e}
+
+
+@pytest.mark.parametrize("rule", ["gla", "kda", "rwkv7"])
+def test_the_printed_equations_of_vector_decays_are_the_recurrence_and_its_gradient(rule):
+    x = VectorChunk.random(rule)
+    tracked = VectorChunk(
+        **{"p": None, "e": None} | {name: y.clone().requires_grad_() for name, y in x.tensors().items()}
+    )
+    expected = vector_recurrence(tracked)
+    grads_in = [torch.randn_like(result) for result in expected]
+    expected_grads = torch.autograd.grad(expected, list(tracked.tensors().values()), grads_in)
+    o, S, gradients = vector_forward_and_backward(x, *grads_in)
+    for actual, result in zip((o, S), expected):
+        torch.testing.assert_close(actual, result.detach(), rtol=0, atol=1e-13)
+    for name, expected_grad in zip(tracked.tensors(), expected_grads):
+        torch.testing.assert_close(
+            gradients[name], expected_grad, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -121,7 +121,7 @@ class VectorDecay(Structure):
 
     _fields_ = [
         *_fields(c_int64, "sequences heads key_dim value_dim threads"),
-        *_fields(c_void_p, "offsets q k p e log_alpha v initial o found final grad_o grad_final"),
+        *_fields(c_void_p, "offsets q k p e log_alpha v initial o solved final grad_o grad_final"),
         *_fields(c_void_p, "grad_q grad_k grad_p grad_e grad_log_alpha grad_v grad_initial"),
     ]
 
@@ -159,7 +159,7 @@ STRUCTS = {
     "mdn_layers_interface": (Norm, SwiGlu, Convolution, ConvolutionStep, Gates, CrossEntropy, Elementwise, Program),
     "mdn_vector_interface": (VectorDecay, VectorStep),
 }
-"""in the order in which these functions tell their sizes; the first one tells the version before them"""
+"""in the order in which these functions report their sizes; the first one reports the version before them"""
 
 
 def why_unavailable() -> str | None:
@@ -169,16 +169,16 @@ def why_unavailable() -> str | None:
 
 def library() -> ctypes.CDLL:
     """The loaded kernel, or a RuntimeError that says why there is none."""
-    found, reason = _find()
-    if found is None:
+    loaded, reason = _find()
+    if loaded is None:
         raise RuntimeError(f"the native CPU kernel cannot be used: {reason}")
-    return found
+    return loaded
 
 
 def instruction_set() -> str | None:
     """Which variant is loaded: ``avx512``, ``avx2`` or ``baseline`` (None when there is none)."""
-    found, _ = _find()
-    return None if found is None else Path(found._name).stem.removeprefix("_kernel_")
+    loaded, _ = _find()
+    return None if loaded is None else Path(loaded._name).stem.removeprefix("_kernel_")
 
 
 @cache
@@ -219,10 +219,10 @@ def _why_stale(loaded: ctypes.CDLL) -> str | None:
     built: list[int] = []
     for name, structs in STRUCTS.items():
         expected += [ctypes.sizeof(struct) for struct in structs]
-        told = (c_int64 * (len(expected) - len(built)))()
+        sizes = (c_int64 * (len(expected) - len(built)))()
         if hasattr(loaded, name):
-            getattr(loaded, name)(told)
-        built += told
+            getattr(loaded, name)(sizes)
+        built += sizes
     if built == expected:
         return None
     return (
@@ -257,7 +257,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class CallLog(threading.local):
-    """Where this thread's calls are written down while somebody records them (``mdn.ops.cpu.program``)."""
+    """This thread's calls, while they are being recorded (``mdn.ops.cpu.program``)."""
 
     calls: list[Any] | None = None
 

@@ -36,39 +36,40 @@ class VectorTensors(NamedTuple):
 class VectorOutput(NamedTuple):
     o: Tensor
     final: Tensor
-    found: Tensor
-    """what the probes found, for the backward pass; empty without p or if not kept"""
+    solved: Tensor
+    """solution of the triangular systems (33), all that backward needs beside the inputs; empty without p or if not
+    kept"""
 
 
 def forward(tensors: VectorTensors, boundaries: SequenceBoundaries | None, save: bool) -> VectorOutput:
-    problem, kept = _problem(tensors, boundaries)
-    keeps = save and tensors.p is not None
+    problem, offsets = _problem(tensors, boundaries)
+    saves = save and tensors.p is not None
     o, final = torch.empty_like(tensors.v), torch.empty_like(tensors.initial)
-    found = torch.empty_like(tensors.v) if keeps else tensors.v.new_empty(0)
+    solved = torch.empty_like(tensors.v) if saves else tensors.v.new_empty(0)
     problem.o, problem.final = o.data_ptr(), final.data_ptr()
-    if keeps:
-        problem.found = found.data_ptr()
+    if saves:
+        problem.solved = solved.data_ptr()
     call("mdn_vector_forward", problem)
-    del kept
-    return VectorOutput(o, final, found)
+    del offsets  # it had to outlive the call
+    return VectorOutput(o, final, solved)
 
 
 def backward(
     grad_o: Tensor,
     grad_final: Tensor,
     tensors: VectorTensors,
-    found: Tensor,
+    solved: Tensor,
     boundaries: SequenceBoundaries | None,
 ) -> VectorTensors:
     """Gradients of all tensors, None where one is None."""
-    problem, kept = _problem(tensors, boundaries)
+    problem, offsets = _problem(tensors, boundaries)
     gradients = VectorTensors(*(None if x is None else torch.empty_like(x) for x in tensors))  # type: ignore[arg-type]
-    problem.grad_o, problem.grad_final, problem.found = grad_o.data_ptr(), grad_final.data_ptr(), found.data_ptr()
+    problem.grad_o, problem.grad_final, problem.solved = grad_o.data_ptr(), grad_final.data_ptr(), solved.data_ptr()
     for name, gradient in gradients._asdict().items():
         if gradient is not None:
             setattr(problem, f"grad_{name}", gradient.data_ptr())
     call("mdn_vector_backward", problem)
-    del kept
+    del offsets  # it had to outlive the call
     return gradients
 
 

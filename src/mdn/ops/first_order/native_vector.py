@@ -46,13 +46,13 @@ class _NativeVectorDecay(torch.autograd.Function):
         output = vector_decay.forward(tensors, boundaries, save)
         if save:
             ctx.boundaries = boundaries
-            ctx.save_for_backward(*tensors, output.found)
+            ctx.save_for_backward(*tensors, output.solved)
         return output.o, output.final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor, grad_final: Tensor) -> Any:
-        *given, found = ctx.saved_tensors
+        *given, solved = ctx.saved_tensors
         tensors = VectorTensors(*given)
-        gradients = vector_decay.backward(grad_o.contiguous(), grad_final.contiguous(), tensors, found, ctx.boundaries)
+        gradients = vector_decay.backward(grad_o.contiguous(), grad_final.contiguous(), tensors, solved, ctx.boundaries)
         return None, *gradients

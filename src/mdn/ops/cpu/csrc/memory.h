@@ -110,6 +110,18 @@ inline Scratch& scratch_of_this_thread() {
     return scratch;
 }
 
+// Builds the pass's workspace in this thread's scratch memory and calls body with it.
+template <class Workspace, class Body, class... Sizes>
+inline void with_workspace(Body&& body, const Sizes&... sizes) {
+    Scratch& scratch = scratch_of_this_thread();
+    Arena measure(nullptr);
+    { Workspace unused(measure, sizes...); }
+    Arena arena(scratch.reserve(measure.taken()));
+    Workspace workspace(arena, sizes...);
+    body(workspace);
+    scratch.release_if_large();
+}
+
 typedef uint16_t BFloat16;  // the upper half of a float32
 
 MDN_INLINE float to_float(float x) { return x; }

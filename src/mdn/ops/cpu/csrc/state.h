@@ -5,18 +5,6 @@
 
 namespace mdn {
 
-// Builds the pass's workspace in this thread's scratch memory and calls body with it.
-template <class Workspace, class Body, class... Sizes>
-inline void with_workspace(Body&& body, const Sizes&... sizes) {
-    Scratch& scratch = scratch_of_this_thread();
-    Arena measure(nullptr);
-    { Workspace unused(measure, sizes...); }
-    Arena arena(scratch.reserve(measure.taken()));
-    Workspace workspace(arena, sizes...);
-    body(workspace);
-    scratch.release_if_large();
-}
-
 // Both states of one unit, or their gradients: [K, V], or a panel of 16 columns of them, [K, 16].
 struct States {
     Matrix S, M;

@@ -1,14 +1,18 @@
 // One chunk of sixteen tokens of a rule with a decay per key dimension, as the forward and the backward pass need it.
+// Names and equation numbers are those of docs/derivation.md, section 11:
 //
-// With abar_i the product of alpha_1 .. alpha_i (abar_0 = 1; a vector of K), decays between tokens are products of
-// alphas, never quotients: nothing overflows, and an alpha of 0 is exact. In a chunk that starts with S0
+//     [Q K], [Q E], [P K], [P E]      inner products with the decay between the two tokens                (32)
+//     Qbar, Pbar, Kbar, Ebar          decayed from the chunk's start, or up to its end                     (32)
 //
-//     [Q K]_ij = sum_d q_id k_jd alpha_{j+1,d} .. alpha_{i,d},  j <= i        [P K]_ij: ... alpha_{i-1,d},  j < i
-//     Qbar_i = abar_i q_i,   Pbar_i = abar_{i-1} p_i,   Kbar_j = alpha_{j+1} .. alpha_C k_j
+//     KDA       (I + [P K]) R      = V - Pbar S0              written = R                                  (33)
+//     RWKV-7    (I - [P E]) probed = [P K] V + Pbar S0        written = V
+//     GLA                                                     written = V
 //
-//     KDA      (I + [P K]) R = V - Pbar S0               O = Qbar S0 + [Q K] R             S' = abar_C S0 + Kbar^T R
-//     RWKV-7   (I - [P E]) X = [P K] V + Pbar S0         O = Qbar S0 + [Q K] V + [Q E] X   S' = ... + Kbar^T V + Ebar^T
-//     X GLA                                                O = Qbar S0 + [Q K] V             S' = abar_C S0 + Kbar^T V
+//     O  = Qbar S0 + [Q K] written + [Q E] probed             the terms with E: RWKV-7 only                (34)
+//     S' = diag(abar_C) S0 + Kbar^T written + Ebar^T probed
+//
+// `solved` is R or, with E, `probed`. Decays between tokens are products of alphas, never quotients: nothing overflows,
+// and an alpha of 0 is exact.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +26,7 @@ namespace vector_decay {
 
 constexpr long C = kWidth;
 
-// A head of a sequence.
+// One head of one sequence: where its numbers are.
 struct Unit {
     const MdnVectorDecay& problem;
     long head, sequence, first, tokens, K;
@@ -65,17 +69,17 @@ struct Unit {
     }
 };
 
-// Everything of a chunk that does not depend on V.
-struct Keys {
+// q, k, p and e of a chunk's tokens, and everything else of it that does not depend on V.
+struct TokenVectors {
     Matrix q, k, p, e, alpha;           // [C, K]
-    Matrix abar;                        // [C + 1, K]
+    Matrix abar;                        // [C + 1, K]: alpha_1 .. alpha_i, ones in row 0
     Matrix to_end;                      // [C, K]: alpha_{j+1} .. alpha_C
     Matrix q_bar, p_bar, k_bar, e_bar;  // [C, K]
     Matrix k_bar_T, e_bar_T;            // [K, C]
     Matrix qk, qe, pk, pe;              // [C, C], lower triangular; pe is -[P E]
     float* row;                         // [K]
 
-    Keys(Arena& arena, long K)
+    TokenVectors(Arena& arena, long K)
         : q(arena.matrix(C, K)),
           k(arena.matrix(C, K)),
           p(arena.matrix(C, K)),
@@ -141,13 +145,14 @@ struct Keys {
     }
 
    private:
-    // Row i of [X K] and, times `sign`, of [X E]: x decays token by token on its way from `clock` back to the first.
-    MDN_FLATTEN void find_products(const Unit& unit, const float* x, long i, long clock, const Matrix xk,
+    // (32) Row i of [X K] and, times `sign`, of [X E], X = Q or P: x decays token by token on its way from token `last`
+    // back to the first.
+    MDN_FLATTEN void find_products(const Unit& unit, const float* x, long i, long last, const Matrix xk,
                                    const Matrix xe, float sign) {
         const long K = unit.K;
         const bool has_e = unit.problem.e != nullptr;
         for (long d = 0; d < K; d += kWidth) store(row + d, load(x + d));
-        for (long j = clock; j >= 0; --j) {
+        for (long j = last; j >= 0; --j) {
             Vector with_k = zeros(), with_e = zeros();
             for (long d = 0; d < K; d += kWidth) {
                 const Vector decayed = load(row + d);
@@ -161,26 +166,15 @@ struct Keys {
     }
 };
 
-// S' of one panel; `written` is R (KDA) or V, `found` X (RWKV-7). `after` may be `before`.
-inline void advance(const Unit& unit, const Keys& keys, const Matrix before, const Matrix after, const Matrix written,
-                    const Matrix found) {
-    const float* decay = keys.abar.row(C);
-    multiply(keys.k_bar_T, written, unit.K, C,
+// (34) S' of one panel, [K, 16]; `written` and `solved` are [C, 16]. `after` may be `before`.
+inline void advance(const Unit& unit, const TokenVectors& vectors, const Matrix before, const Matrix after,
+                    const Matrix written, const Matrix solved) {
+    const float* decay = vectors.abar.row(C);
+    multiply(vectors.k_bar_T, written, unit.K, C,
              [&](long i, const Vector& sum) { store(after.row(i), load(before.row(i)) * decay[i] + sum); });
     if (unit.problem.e != nullptr)
-        multiply(keys.e_bar_T, found, unit.K, C,
+        multiply(vectors.e_bar_T, solved, unit.K, C,
                  [&](long i, const Vector& sum) { store(after.row(i), load(after.row(i)) + sum); });
-}
-
-template <class Workspace, class Body>
-void with_workspace(const Unit& unit, Body&& body) {
-    Scratch& scratch = scratch_of_this_thread();
-    Arena measure(nullptr);
-    { Workspace unused(measure, unit); }
-    Arena arena(scratch.reserve(measure.taken()));
-    Workspace workspace(arena, unit);
-    body(workspace);
-    scratch.release_if_large();
 }
 
 }  // namespace vector_decay

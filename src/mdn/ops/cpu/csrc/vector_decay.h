@@ -1,8 +1,9 @@
 // The C interface of the rules with a decay for every key dimension (ops/first_order/chunk_vector.py), float32:
 //
-//     x_t = S_{t-1}^T p_t                                 S_t = diag(alpha_t) S_{t-1} + (what is written)
-//     no p (GLA):                 k_t v_t^T               p without e (KDA):         k_t (v_t - x_t)^T
-//     p and e (RWKV-7):           k_t v_t^T + e_t x_t^T   o_t = S_t^T q_t
+//     probed_t = S_{t-1}^T p_t,    S_t = diag(alpha_t) S_{t-1} + (what is written),    o_t = S_t^T q_t        (31)
+//
+//     written:    no p (GLA) k_t v_t^T;    p without e (KDA) k_t (v_t - probed_t)^T;
+//                 p and e (RWKV-7) k_t v_t^T + e_t probed_t^T
 //
 // Scales, norms, writing strengths and the factor alpha of p are in q, k and p already.
 #pragma once
@@ -21,7 +22,7 @@ struct MdnVectorDecay {
     const float* v;                          // [T, H, V]
     const float* initial;                    // [N, H, K, V] or null: zeros
     float* o;                                // [T, H, V]
-    float* found;                            // [T, H, V]: v - x, or with e x; null: not kept (or without p)
+    float* solved;                           // [T, H, V]: v - probed, or with e probed; null: not kept (or without p)
     float* final;                            // [N, H, K, V]
     const float *grad_o, *grad_final;        // backward: [T, H, V]; [N, H, K, V] or null
     float *grad_q, *grad_k, *grad_p, *grad_e, *grad_log_alpha, *grad_v;

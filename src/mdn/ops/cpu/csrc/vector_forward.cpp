@@ -1,4 +1,5 @@
-// The forward pass and the decode step of the rules with a decay per key dimension; equations in vector_chunk.h.
+// The forward pass and the decode step of the rules with a decay per key dimension; equations of docs/derivation.md,
+// section 11, in vector_chunk.h.
 #include "threads.h"
 #include "vector_chunk.h"
 
@@ -7,65 +8,66 @@ namespace vector_decay {
 namespace {
 
 struct ForwardWorkspace {
-    Keys keys;
-    Matrix S;                             // [K, V]
-    Matrix values, found, out, more_out;  // [C, 16]
+    TokenVectors vectors;
+    Matrix S;                              // [K, V]
+    Matrix values, solved, out, more_out;  // [C, 16]
 
     ForwardWorkspace(Arena& arena, const Unit& unit)
-        : keys(arena, unit.K),
+        : vectors(arena, unit.K),
           S(arena.matrix(unit.K, unit.problem.value_dim)),
           values(arena.panel(C)),
-          found(arena.panel(C)),
+          solved(arena.panel(C)),
           out(arena.panel(C)),
           more_out(arena.panel(C)) {}
 };
 
 MDN_FLATTEN void forward_panel(const Unit& unit, ForwardWorkspace& ws, long chunk, long column) {
     const MdnVectorDecay& problem = unit.problem;
-    const Keys& keys = ws.keys;
-    const Matrix S = ws.S.from(0, column), values = ws.values, found = ws.found, out = ws.out, more = ws.more_out;
+    const TokenVectors& vectors = ws.vectors;
+    const Matrix S = ws.S.from(0, column), values = ws.values, solved = ws.solved, out = ws.out, more = ws.more_out;
     unit.load_values(values, problem.v, chunk, column);
     const bool has_p = problem.p != nullptr, has_e = problem.e != nullptr;
-    if (has_e) {
-        multiply_lower(found, keys.pk, values, C);
-        multiply(keys.p_bar, S, C, unit.K,
-                 [&](long i, const Vector& sum) { store(found.row(i), load(found.row(i)) + sum); });
-        solve_lower(found, keys.pe, C);
-    } else if (has_p) {
-        multiply(keys.p_bar, S, C, unit.K,
-                 [&](long i, const Vector& sum) { store(found.row(i), load(values.row(i)) - sum); });
-        solve_lower(found, keys.pk, C);
+    if (has_e) {  // (33): RWKV-7
+        multiply_lower(solved, vectors.pk, values, C);
+        multiply(vectors.p_bar, S, C, unit.K,
+                 [&](long i, const Vector& sum) { store(solved.row(i), load(solved.row(i)) + sum); });
+        solve_lower(solved, vectors.pe, C);
+    } else if (has_p) {  // (33): KDA
+        multiply(vectors.p_bar, S, C, unit.K,
+                 [&](long i, const Vector& sum) { store(solved.row(i), load(values.row(i)) - sum); });
+        solve_lower(solved, vectors.pk, C);
     }
-    if (has_p && problem.found != nullptr) unit.store_values(problem.found, chunk, column, found);
-    const Matrix written = has_p && !has_e ? found : values;
-    multiply_lower(out, keys.qk, written, C);
-    if (has_e) multiply_lower(more, keys.qe, found, C);
-    multiply(keys.q_bar, S, C, unit.K, [&](long i, const Vector& sum) {
+    if (has_p && problem.solved != nullptr) unit.store_values(problem.solved, chunk, column, solved);
+    const Matrix written = has_p && !has_e ? solved : values;
+    multiply_lower(out, vectors.qk, written, C);  // (34)
+    if (has_e) multiply_lower(more, vectors.qe, solved, C);
+    multiply(vectors.q_bar, S, C, unit.K, [&](long i, const Vector& sum) {
         const Vector inside = has_e ? load(out.row(i)) + load(more.row(i)) : load(out.row(i));
         store(out.row(i), inside + sum);
     });
     unit.store_values(problem.o, chunk, column, out);
-    advance(unit, keys, S, S, written, found);
+    advance(unit, vectors, S, S, written, solved);
 }
 
 void forward_unit(const void* context, long index) {
     const MdnVectorDecay& problem = *static_cast<const MdnVectorDecay*>(context);
     const Unit unit(problem, index);
-    with_workspace<ForwardWorkspace>(unit, [&](ForwardWorkspace& ws) {
-        fill_zeros(ws.keys.pk, C);
-        fill_zeros(ws.keys.pe, C);
+    const auto run = [&](ForwardWorkspace& ws) {
+        fill_zeros(ws.vectors.pk, C);
+        fill_zeros(ws.vectors.pe, C);
         unit.load_state(ws.S, problem.initial);
         for (long chunk = 0; chunk < unit.chunks(); ++chunk) {
-            ws.keys.load_all(unit, chunk);
+            ws.vectors.load_all(unit, chunk);
             for (long column = 0; column < problem.value_dim; column += kWidth) forward_panel(unit, ws, chunk, column);
         }
         unit.store_state(problem.final, ws.S);
-    });
+    };
+    with_workspace<ForwardWorkspace>(run, unit);
 }
 
 // ------------------------------------------------------------------------------------------------------- decode step
 
-// x = S^T p, then S = diag(alpha) S + writes and o = S^T q in one pass; sixteen columns at a time.
+// (31): probed = S^T p, then S = diag(alpha) S + writes and o = S^T q in one pass; sixteen columns at a time.
 MDN_FLATTEN void step_unit(const void* context, long index) {
     const MdnVectorStep& step = *static_cast<const MdnVectorStep*>(context);
     const long head = index % step.heads, b = index / step.heads, slot = step.slots == nullptr ? b : step.slots[b];
@@ -78,16 +80,16 @@ MDN_FLATTEN void step_unit(const void* context, long index) {
     for_vectors(step.key_dim,
                 [&](long d, long count) { store_first(alpha + d, exp(load_first(log_alpha + d, count)), count); });
     for_vectors(step.value_dim, [&](long column, long count) {
-        Vector found = zeros(), o = zeros();
+        Vector probed = zeros(), o = zeros();
         const Vector values = load_first(v + column, count);
         if (has_p)
             for (long d = 0; d < step.key_dim; ++d)
-                found = found + load_first(S + d * step.S_strides[2] + column, count) * p[d];
-        const Vector written = has_p && !has_e ? values - found : values;
+                probed = probed + load_first(S + d * step.S_strides[2] + column, count) * p[d];
+        const Vector written = has_p && !has_e ? values - probed : values;
         for (long d = 0; d < step.key_dim; ++d) {
             float* row = S + d * step.S_strides[2] + column;
             Vector state = load_first(row, count) * alpha[d] + written * k[d];
-            if (has_e) state = state + found * e[d];
+            if (has_e) state = state + probed * e[d];
             store_first(row, state, count);
             o = o + state * q[d];
         }
