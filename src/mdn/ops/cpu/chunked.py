@@ -23,19 +23,20 @@ GATES = ("log_alpha", "log_mu", "beta", "eta", "direct")
 
 
 class KernelTensors(NamedTuple):
-    """``RuleTensors``, or their gradients, of either family of rules: without ``log_mu`` there is no momentum and the
-    initial state is ``[N, HV, K, V]``; ``direct`` None means zeros, other gates that are None are ones."""
+    """``RuleTensors``, or their gradients, of either family of rules, in the same order: without ``log_mu`` there is no
+    momentum and the initial state is ``[N, HV, K, V]``; ``direct`` None means zeros, other gates that are None are
+    ones."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    p: Tensor | None
-    log_alpha: Tensor | None
-    log_mu: Tensor | None
-    beta: Tensor | None
-    eta: Tensor | None
-    direct: Tensor | None
-    initial_state: Tensor | None
+    p: Tensor | None = None
+    log_alpha: Tensor | None = None
+    log_mu: Tensor | None = None
+    beta: Tensor | None = None
+    eta: Tensor | None = None
+    direct: Tensor | None = None
+    initial_state: Tensor | None = None
 
 
 @dataclass
@@ -84,7 +85,7 @@ def forward(
     tensors: RuleTensors, boundaries: SequenceBoundaries | None, options: RuleOptions, save_residual: bool
 ) -> ForwardResult:
     """The forward pass of a backend, as ``mdn.ops.momentum.interface`` describes it."""
-    return _forward(KernelTensors(*tensors), boundaries, options, save_residual, erase=True)
+    return kernel_forward(KernelTensors(*tensors), boundaries, options, save_residual, erase=True)
 
 
 def backward(
@@ -97,56 +98,18 @@ def backward(
 ) -> RuleTensors:
     """Gradients of all inputs, as ``mdn.ops.momentum.interface`` describes them."""
     given = KernelTensors(*tensors)
-    gradients = _backward(grad_o, grad_final_state, given, residual, boundaries, options, erase=True)
+    gradients = kernel_backward(grad_o, grad_final_state, given, residual, boundaries, options, erase=True)
     return RuleTensors(*gradients)  # type: ignore[arg-type]  # the gates of RuleTensors are never None
 
 
-def first_order_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor | None,
-    log_alpha: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    boundaries: SequenceBoundaries | None,
-    options: RuleOptions,
-    save_residual: bool,
-    erase: bool = True,
-) -> ForwardResult:
-    """The same without momentum; see the package's docstring."""
-    tensors = KernelTensors(q, k, v, p, log_alpha, None, beta, None, None, initial_state)
-    return _forward(tensors, boundaries, options, save_residual, erase)
-
-
-def first_order_backward(
-    grad_o: Tensor,
-    grad_final_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor | None,
-    log_alpha: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    residual: Tensor,
-    boundaries: SequenceBoundaries | None,
-    options: RuleOptions,
-    erase: bool = True,
-) -> tuple[Tensor | None, ...]:
-    """-> gradients of q, k, v, p, log_alpha, beta and initial_state; None where the input is None."""
-    tensors = KernelTensors(q, k, v, p, log_alpha, None, beta, None, None, initial_state)
-    grad = _backward(grad_o, grad_final_state, tensors, residual, boundaries, options, erase)
-    return grad.q, grad.k, grad.v, grad.p, grad.log_alpha, grad.beta, grad.initial_state
-
-
-def _forward(
+def kernel_forward(
     tensors: KernelTensors,
     boundaries: SequenceBoundaries | None,
     options: RuleOptions,
     save_residual: bool,
     erase: bool,
 ) -> ForwardResult:
+    """Either family; ``erase`` False means p = 0: nothing is subtracted from v."""
     call = _start(tensors, boundaries, options, erase)
     o = torch.empty(call.value_shape if options.outputs else 0, dtype=call.dtype)
     residual = torch.empty(call.value_shape if save_residual else 0, dtype=torch.float32)
@@ -157,7 +120,7 @@ def _forward(
     return ForwardResult(o.to(tensors.v.dtype), final_state, residual)
 
 
-def _backward(
+def kernel_backward(
     grad_o: Tensor,
     grad_final_state: Tensor | None,
     tensors: KernelTensors,
@@ -166,6 +129,7 @@ def _backward(
     options: RuleOptions,
     erase: bool,
 ) -> KernelTensors:
+    """Gradients of all tensors of either family, None where there is none."""
     call = _start(tensors, boundaries, options, erase)
     call.point_at(grad_o=values("grad_o", grad_o, call.dtype, call.value_shape))
     call.point_at(residual=values("residual", residual, torch.float32, call.value_shape))

@@ -7,7 +7,7 @@ contiguous.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,16 @@ from torch import Tensor
 from mdn.ops.cpu.bindings import Step, call, check_heads, io_dtype, optional_values, values
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 
+if TYPE_CHECKING:
+    from mdn.ops.first_order.inputs import FirstOrderTensors
+
 SMALL = 1 << 16
 """state elements below which one thread is fastest"""
 
 
 class StepTensors(NamedTuple):
-    """The tensors of one step of either family of rules, under the names of the C struct; no M: no momentum."""
+    """The tensors of one step of either family of rules, under the names of the C struct; no M: no momentum. Their
+    order is that of ``RuleTensors`` and ``StepState``."""
 
     q: Tensor
     k: Tensor
@@ -36,25 +40,24 @@ class StepTensors(NamedTuple):
     slots: Tensor | None
 
 
+FIELDS = StepTensors._fields
+
+
+def of_first_order(tensors: FirstOrderTensors, S: Tensor, slots: Tensor | None) -> StepTensors:
+    q, k, v, p, log_alpha, beta, _ = tensors
+    return StepTensors(q, k, v, p, log_alpha, None, beta, None, None, S, None, slots)
+
+
 def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tensor:
     """One token of the momentum delta rule; S and M change in place, o ``[B, HV, V]`` is returned."""
     return _step(StepTensors(*tensors.of_tokens, *state), options, erase=True)
 
 
 def first_order_step_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor | None,
-    log_alpha: Tensor | None,
-    beta: Tensor | None,
-    S: Tensor,
-    state_indices: Tensor | None,
-    options: RuleOptions,
-    erase: bool = True,
+    tensors: FirstOrderTensors, S: Tensor, slots: Tensor | None, options: RuleOptions, erase: bool
 ) -> Tensor:
-    """One token of a first-order rule; S changes in place."""
-    return _step(StepTensors(q, k, v, p, log_alpha, None, beta, None, None, S, None, state_indices), options, erase)
+    """One token of a first-order rule without an erase key; S changes in place. ``erase`` False means p = 0."""
+    return _step(of_first_order(tensors, S, slots), options, erase)
 
 
 def prepared_step(
@@ -62,39 +65,33 @@ def prepared_step(
 ) -> Callable[[RuleTensors, StepState], Tensor] | None:
     """The step for all further tensors of these shapes, strides and dtypes, without checking them again; None if they
     would have to be converted."""
-    given = StepTensors(*tensors.of_tokens, *state)
-    prepared = PreparedStep(given, options, erase=True)
-    if any(x is not y for x, y in zip(prepared.converted(given), given)):
+    prepared = _prepared(StepTensors(*tensors.of_tokens, *state), options, erase=True)
+    if prepared is None:
         return None
-    return lambda tensors, state: prepared.run(tensors.v, (*tensors[:-1], *state))
+    return lambda tensors, state: prepared.run(
+        tensors.v, (*tensors.of_tokens, *state)
+    )  # a plain tuple is faster to make
 
 
 def prepared_first_order_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor | None,
-    log_alpha: Tensor | None,
-    beta: Tensor | None,
-    S: Tensor,
-    state_indices: Tensor | None,
-    options: RuleOptions,
-    erase: bool,
-) -> Callable[..., Tensor] | None:
-    """The same for ``first_order_step_``: a function of its eight tensors."""
-    given = StepTensors(q, k, v, p, log_alpha, None, beta, None, None, S, None, state_indices)
-    prepared = PreparedStep(given, options, erase)
-    if any(x is not y for x, y in zip(prepared.converted(given), given)):
+    tensors: FirstOrderTensors, S: Tensor, slots: Tensor | None, options: RuleOptions, erase: bool
+) -> Callable[[FirstOrderTensors, Tensor, Tensor | None], Tensor] | None:
+    """The same for ``first_order_step_``."""
+    prepared = _prepared(of_first_order(tensors, S, slots), options, erase)
+    if prepared is None:
         return None
-    return lambda q, k, v, p, log_alpha, beta, S, slots: prepared.run(
-        v, (q, k, v, p, log_alpha, None, beta, None, None, S, None, slots)
-    )
+    return lambda tensors, S, slots: prepared.run(tensors.v, of_first_order(tensors, S, slots))
 
 
-def _step(tensors: StepTensors, options: RuleOptions, erase: bool) -> Tensor:
-    prepared = PreparedStep(tensors, options, erase)
-    converted = prepared.converted(tensors)
-    return prepared.run(converted.v, converted).to(tensors.v.dtype)
+def _prepared(given: StepTensors, options: RuleOptions, erase: bool) -> PreparedStep | None:
+    prepared = PreparedStep(given, options, erase)
+    return prepared if all(x is y for x, y in zip(prepared.converted(given), given)) else None
+
+
+def _step(given: StepTensors, options: RuleOptions, erase: bool) -> Tensor:
+    prepared = PreparedStep(given, options, erase)
+    converted = prepared.converted(given)
+    return prepared.run(converted.v, converted).to(given.v.dtype)
 
 
 class PreparedStep:
@@ -152,10 +149,10 @@ class PreparedStep:
         )
 
     def run(self, v: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
-        """``tensors``: the fields of ``StepTensors``, converted; v is also what o looks like."""
+        """``tensors``: the fields of ``StepTensors``, which need no conversion; v is also what o looks like."""
         struct = Step.from_buffer_copy(self.template)
         o = torch.empty_like(v)  # half the time of torch.empty
-        for name, x in zip(StepTensors._fields, tensors):
+        for name, x in zip(FIELDS, tensors):
             if x is not None:
                 setattr(struct, name, x.data_ptr())
         struct.o = o.data_ptr()

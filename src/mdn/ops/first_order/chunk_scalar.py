@@ -28,9 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mdn.ops.backends import backend_module
+from mdn.ops import cpu
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.chunking import chunk_scan
+from mdn.ops.cpu import KernelTensors
 from mdn.ops.first_order.inputs import FirstOrderTensors, PreparedTensors, expand_heads
 from mdn.ops.first_order.state_scan import state_scan
 from mdn.ops.momentum.interface import RuleOptions
@@ -102,10 +103,13 @@ def native_scalar_decay(
     erases: bool,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and final states. The kernel normalises, scales and shares key heads by itself."""
-    q, k, v, p, log_alpha, beta, _ = _alike(tensors)
-    log_alpha, beta = (None if gate is None else gate.float() for gate in (log_alpha, beta))
+    alike = _alike(tensors)
+    log_alpha, beta = (None if gate is None else gate.float() for gate in (alike.log_alpha, alike.beta))
+    given = KernelTensors(
+        alike.q, alike.k, alike.v, alike.p, log_alpha=log_alpha, beta=beta, initial_state=initial_state
+    )
     kernel: Any = _NativeScalarDecay.apply
-    o, final = kernel(q, k, v, p, log_alpha, beta, initial_state, boundaries, options, erases)
+    o, final = kernel(boundaries, options, erases, *given)
     return o, final
 
 
@@ -113,16 +117,12 @@ def native_step(
     tensors: FirstOrderTensors, state: Tensor, slots: Tensor | None, options: RuleOptions, erases: bool
 ) -> Callable[[FirstOrderTensors, Tensor, Tensor | None], Tensor]:
     """The kernel's step for tensors like these: without any conversion if they need none."""
-    kernel = backend_module("cpu", "scalar decay")
-    run = None
-    if _alike(tensors) is tensors:
-        run = kernel.prepared_first_order_step(*tensors[:6], state, slots, options, erases)
+    run = cpu.prepared_first_order_step(tensors, state, slots, options, erases) if _alike(tensors) is tensors else None
     if run is not None:
-        return lambda tensors, state, slots: run(*tensors[:6], state, slots)
+        return run
 
     def converting(tensors: FirstOrderTensors, state: Tensor, slots: Tensor | None) -> Tensor:
-        o: Tensor = kernel.first_order_step_(*_alike(tensors)[:6], state, slots, options, erase=erases)
-        return o.to(tensors.v.dtype)
+        return cpu.first_order_step_(_alike(tensors), state, slots, options, erases).to(tensors.v.dtype)
 
     return converting
 
@@ -141,22 +141,10 @@ def _alike(tensors: FirstOrderTensors) -> FirstOrderTensors:
 class _NativeScalarDecay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        p: Tensor | None,
-        log_alpha: Tensor | None,
-        beta: Tensor | None,
-        initial_state: Tensor | None,
-        boundaries: SequenceBoundaries | None,
-        options: RuleOptions,
-        erases: bool,
+        ctx: Any, boundaries: SequenceBoundaries | None, options: RuleOptions, erases: bool, *given: Tensor | None
     ) -> Any:
-        tensors = q, k, v, p, log_alpha, beta, initial_state
-        save = any(ctx.needs_input_grad)
-        kernel = backend_module("cpu", "scalar decay")
-        o, final, residual = kernel.first_order_forward(*tensors, boundaries, options, save, erase=erases)
+        tensors, save = KernelTensors(*given), any(ctx.needs_input_grad)  # type: ignore[arg-type]
+        o, final, residual = cpu.kernel_forward(tensors, boundaries, options, save, erases)
         if save:
             ctx.save_for_backward(*tensors, residual)
             ctx.boundaries, ctx.options, ctx.erases = boundaries, options, erases
@@ -165,8 +153,7 @@ class _NativeScalarDecay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor, grad_final: Tensor) -> Any:
-        *tensors, residual = ctx.saved_tensors
-        gradients = backend_module("cpu", "scalar decay").first_order_backward(
-            grad_o, grad_final, *tensors, residual, ctx.boundaries, ctx.options, erase=ctx.erases
-        )
-        return *gradients, None, None, None
+        *given, residual = ctx.saved_tensors
+        tensors = KernelTensors(*given)
+        gradients = cpu.kernel_backward(grad_o, grad_final, tensors, residual, ctx.boundaries, ctx.options, ctx.erases)
+        return None, None, None, *gradients

@@ -3,13 +3,16 @@
     r_t = v_t - S_{t-1}^T p_t                                   no p: r_t = v_t
     S_t = diag(alpha_t) S_{t-1} + beta_t k_t r_t^T              o_t = S_t^T q_t
 
-Without p this is GLA, with p = alpha k KDA. RWKV-7 writes x_t = S_{t-1}^T p_t along a key e of its own:
-S_t = diag(alpha_t) S_{t-1} + k_t v_t^T + e_t x_t^T. In a chunk that starts with S0, with k standing for beta k and
-``[Q K]`` for products of rows with the decay between them (``decayed_products``; ``[P K]_prev``: to the token before):
+Without p this is GLA, with p = alpha k KDA. RWKV-7 writes probed_t = S_{t-1}^T p_t along a key e of its own:
+S_t = diag(alpha_t) S_{t-1} + k_t v_t^T + e_t probed_t^T. Equations of docs/derivation.md, section 11; here k stands for
+beta k, and ``decayed_products`` computes ``[Q K]`` and its like:
 
-    (I + [P K]_prev) R = V - Pbar S0                            (I - [P E]_prev) X = [P K]_prev V + Pbar S0
-    O  = Qbar S0 + [Q K] R                                      O  = Qbar S0 + [Q K] V + [Q E] X
-    S' = diag(abar_C) S0 + Kbar^T R                             S' = diag(abar_C) S0 + Kbar^T V + Ebar^T X
+    KDA       (I + [P K]) R      = V - Pbar S0              written = R                                          (33)
+    RWKV-7    (I - [P E]) probed = [P K] V + Pbar S0        written = V
+    GLA                                                     written = V
+
+    O  = Qbar S0 + [Q K] written + [Q E] probed             the terms with E: RWKV-7 only                        (34)
+    S' = diag(abar_C) S0 + Kbar^T written + Ebar^T probed
 
 Qbar and Pbar are decayed from the chunk's start (Pbar to the token before), Kbar and Ebar up to its end. Every exponent
 is <= 0.
@@ -57,17 +60,17 @@ def chunk_vector_decay(
             probes = p * one_row_down(abar, first=1.0)
             if x.erase_key is None:
                 qk, pk = decayed_products(late, k.unsqueeze(-3), log_alpha).squeeze(-3).unbind(-3)
-                values, probes = solve_unit_lower(one_row_down(pk), v, probes)
+                values, probes = solve_unit_lower(one_row_down(pk), v, probes)  # (33): KDA
                 starts, residual, final = state_scan(whole, S0, scan.rounds, values, probes, k * to_end)
-                inside = qk @ residual
+                inside = qk @ residual  # (34)
             else:
                 e = scan.split(x.erase_key)
-                from_q, from_p = decayed_products(late, torch.stack([k, e], -3), log_alpha).unbind(-4)
-                pk, pe = one_row_down(from_p).unbind(-3)
-                values, probes = solve_unit_lower(-pe, pk @ v, -probes)
+                of_q, of_p = decayed_products(late, torch.stack([k, e], -3), log_alpha).unbind(-4)
+                (qk, qe), (pk, pe) = of_q.unbind(-3), one_row_down(of_p).unbind(-3)
+                values, probes = solve_unit_lower(-pe, pk @ v, -probes)  # (33): RWKV-7
                 added = (k * to_end).transpose(-1, -2) @ v
-                starts, found, final = state_scan(whole, S0, scan.rounds, values, probes, e * to_end, added)
-                inside = from_q[..., 0, :, :] @ v + from_q[..., 1, :, :] @ found
+                starts, probed, final = state_scan(whole, S0, scan.rounds, values, probes, e * to_end, added)
+                inside = qk @ v + qe @ probed  # (34)
         o = (q * abar) @ starts + inside
     return scan.join(o), scan.unrank_states(final)
 
@@ -146,9 +149,10 @@ class _DecayedProducts(torch.autograd.Function):
             columns = merge.pairs.earlier(early) * merge.to_anchor.unsqueeze(-4)
             grad_rows = torch.einsum("...mnpij,...npjd->...mpid", grad_between, columns)
             grad_columns = torch.einsum("...mnpij,...mpid->...npjd", grad_between, rows)
-            merge.pairs.later(grad_late).add_(grad_rows * merge.from_anchor.unsqueeze(-4))
+            merge.pairs.later(grad_late).add_(grad_rows * merge.from_anchor.unsqueeze(-4))  # (37)
             merge.pairs.earlier(grad_early).add_(grad_columns * merge.to_anchor.unsqueeze(-4))
-            # Token l of the later block decays every row i >= l; token l of the earlier one every column j < l.
+            # (38) on one level: token l of the later run decays every row i >= l, token l of the earlier one every
+            # column j < l.
             along_rows = (grad_rows * rows).sum(-4).flip(-2).cumsum(-2).flip(-2)
             along_columns = (grad_columns * columns).sum(-4).cumsum(-2)[..., :-1, :]
             merge.pairs.later(grad_g).add_(along_rows)

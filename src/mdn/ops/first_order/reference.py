@@ -2,7 +2,7 @@
 
 Both compute, per head, with ``e = -beta k`` unless it is given:
 
-    x = S^T p;   S <- alpha * S + beta k v^T + e x^T;   o = S^T q            without p there is no x
+    probed = S^T p;   S <- alpha * S + beta k v^T + e probed^T;   o = S^T q            without p nothing is probed
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def step_(x: PreparedTensors, state: Tensor, state_indices: Tensor | None, scale
     S = state if state_indices is None else state.index_select(0, state_indices)
     S = S.contiguous().view(batch * heads, key_dim, value_dim)
     q, k, v = x.q.reshape(-1, 1, key_dim), x.k.reshape(-1, key_dim, 1), x.v.reshape(-1, 1, value_dim)
-    found = None if x.p is None else x.p.reshape(-1, 1, key_dim) @ S
+    probed = None if x.p is None else x.p.reshape(-1, 1, key_dim) @ S
     if x.beta is not None:
         k = x.beta.reshape(-1, 1, 1) * k
-    if found is not None and x.erase_key is None:
-        v = v - found
+    if probed is not None and x.erase_key is None:
+        v = v - probed
     S.mul_(x.log_alpha.exp().reshape(batch * heads, -1, 1)).baddbmm_(k, v)
-    if found is not None and x.erase_key is not None:
-        S.baddbmm_(x.erase_key.reshape(-1, key_dim, 1), found)
+    if probed is not None and x.erase_key is not None:
+        S.baddbmm_(x.erase_key.reshape(-1, key_dim, 1), probed)
     o = torch.baddbmm(v, q, S, beta=0, alpha=scale).view(batch, heads, value_dim)  # beta=0: v lends its shape only
     if state_indices is not None:
         state.index_copy_(0, state_indices, S.view(batch, heads, key_dim, value_dim))

@@ -164,7 +164,7 @@ class Rule:
         """One token, ``[B, H, D]``; ``state`` ``[slots, HV, K, V]`` changes in place. Returns o ``[B, HV, V]``."""
 
         def prepare() -> StepFunction:
-            return self._checked_step(tensors, state, state_indices, scale, normalise, backend)
+            return self._prepared_step(tensors, state, state_indices, scale, normalise, backend)
 
         if torch.compiler.is_compiling():
             run = prepare()
@@ -180,7 +180,7 @@ class Rule:
     def backend_for(self, tensors: FirstOrderTensors, backend: str, decode: bool = False) -> str:
         """``torch``, ``cpu`` or ``fla``; raises if the requested backend cannot run."""
         # The tensor of the highest precision decides: the native kernel does not compute in float64.
-        widest = next((x for x in tensors[:3] if x.dtype == torch.float64), tensors.q)
+        widest = next((x for x in (tensors.q, tensors.k, tensors.v) if x.dtype == torch.float64), tensors.q)
         chosen = resolve(backend, widest, self.name, decode=decode)
         return "torch" if tensors.q.is_meta else chosen  # meta tensors have shapes only, which torch knows
 
@@ -223,7 +223,7 @@ class Rule:
         given: Tensor = state.to(inputs.compute_dtype(tensors))
         return given
 
-    def _checked_step(
+    def _prepared_step(
         self,
         tensors: FirstOrderTensors,
         state: Tensor,

@@ -6,9 +6,12 @@ For each chunk, with the state S ``[K, V]`` before it:
     S' = decay * S + writes^T R + added          decay is one number or one per key row
 
 ``values`` ``[chunks, H, C, V]``, ``probes`` and ``writes`` ``[chunks, H, C, K]`` come together or not at all, and
-``added`` ``[chunks, H, K, V]`` may be absent too. The backward pass is the same scan, backwards; it keeps the states
-and R and nothing else. ``rounds`` holds the chunks
-(first, end) of each step, as ``chunking`` cuts them.
+``added`` ``[chunks, H, K, V]`` may be absent too. ``rounds`` holds the chunks (first, end) of each step, as
+``chunking`` cuts them. The backward pass is the same scan, backwards; it keeps the states and R and nothing else:
+
+    grad_values = grad_R + writes grad_S'                                    also the gradient of R itself
+    grad_S      = decay * grad_S' + grad_starts - probes^T grad_values
+    grad_probes = -grad_values S^T,   grad_writes = R grad_S'^T,   grad_added = grad_S',   grad_decay = grad_S' * S
 """
 
 from __future__ import annotations
@@ -86,9 +89,8 @@ class _StateScan(torch.autograd.Function):
             grad_after[now] = grad_state
             grad_before = decay[now] * grad_state + grad_starts[now]
             if grad_values is not None:
-                grad_residual = grad_R[now] + writes[now] @ grad_state
-                grad_values[now] = grad_residual
-                grad_before -= probes[now].transpose(-1, -2) @ grad_residual
+                grad_values[now] = grad_R[now] + writes[now] @ grad_state
+                grad_before -= probes[now].transpose(-1, -2) @ grad_values[now]
             grad_state = grad_before
         grad_initial = torch.cat([grad_state, grad_final[grad_state.shape[0] :]])
         grad_decay = (grad_after * starts).sum_to_size(decay.shape)

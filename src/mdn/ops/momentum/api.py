@@ -1,4 +1,4 @@
-"""The public functions of the momentum delta rule: arguments checked here, work done by a backend.
+"""The public functions of the momentum delta rule: they check their arguments, a backend computes.
 
 Shapes: q, k, p [B, T, H, K]; v, o [B, T, HV, V] (HV a multiple of H); gates [B, T, HV]; states [2, N, HV, K, V], S
 then M, where N is B, or the number of sequences in ``cu_seqlens``.
@@ -194,7 +194,7 @@ def fused_recurrent_momentum_delta_rule(
     _check(tensors, None)
     if check_gates:
         checks.check_gate_values(tensors)
-    state = _own_state(tensors)
+    state = tensors.state_to_update(boundaries=None)
     slots, outputs = StepState(state[0], state[1]), []
     settings = StepSettings(scale, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead, backend)
     for t in range(q.shape[1]):
@@ -369,11 +369,3 @@ def loop_form(tensors: RuleTensors, call: RuleCall, block_size: int = 1) -> Mome
     with without_autocast(tensors.q):
         o, state = reference_form(tensors, boundaries, options, block_size)
     return MomentumOutput(o, state if call.output_final_state else None)
-
-
-def _own_state(tensors: RuleTensors) -> Tensor:
-    """[2, B, HV, K, V] to be updated in place: a copy of the initial state, or zeros."""
-    q, v, dtype = tensors.q, tensors.v, compute_dtype(tensors.q)
-    if tensors.initial_state is not None:
-        return tensors.initial_state.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return q.new_zeros(2, v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)

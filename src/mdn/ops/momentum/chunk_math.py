@@ -118,7 +118,7 @@ def coefficients_adjoint(
     grad_beta = torch.mul(change_mu, of.gamma_M, out=of.scaled).sum(-1)[:, 1:]  # (16)
     change_mu.mul_(_with_zero(gates.beta))  # (16) grad_gamma_M = diag(0, beta) grad_scaled
     change_mu[:, -1] += grad_gamma_M_end  # (13), (15)
-    change_mu.mul_(of.decay_mu)
+    change_mu.mul_(of.decay_mu)  # (16) grad_gamma_M * decay_mu, which serves grad_eta and (17)
     grad_eta = change_mu.sum(-2)[:, 1:]  # (16)
     change_mu.mul_(_with_one(gates.eta))  # (16) grad_decay_mu, here times decay_mu
     grad_log_alpha, grad_log_mu = segment_decay_adjoint(changes)  # (17)
@@ -327,8 +327,8 @@ def _gate_gradients(
     if chunk.alpha is not None:
         of_p = of_p * chunk.alpha
     grad_starts = F.pad(of_q, (0, 0, 1, 0))  # (15) [Z, C+1, 2]: of abar, of -b
-    grad_starts[:, chunk.probe_rows] -= of_p
-    grad_starts[:, -1, 0] += grad_ends.abar_C
+    grad_starts[:, chunk.probe_rows] -= of_p  # (15)
+    grad_starts[:, -1, 0] += grad_ends.abar_C  # (15): the terms with [i = C]
     grad_starts[:, -1, 1] -= grad_ends.b_C
 
     grad_gamma_S = scratch.grad_gamma_S
@@ -347,14 +347,14 @@ def _vector_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(14): gradients of q, k and p (None when p is k)."""
     size = chunk.k.shape[1]
-    read_p, read_q = chunk.read_factors[:, :size], chunk.read_factors[:, size:]
-    grad_q = torch.bmm(grad_pk_qk[:, size:], chunk.k, out=scratch.grad_q)
-    _add_weighted_(grad_q, grad_read[:, size:], read_q)
-    grad_p = torch.bmm(grad_pk_qk[:, :size], chunk.k, out=scratch.grad_p)
-    _add_weighted_(grad_p, grad_read[:, :size], read_p)
+    of_p, of_q = slice(None, size), slice(size, None)
+    grad_q = torch.bmm(grad_pk_qk[:, of_q], chunk.k, out=scratch.grad_q)  # (14) grad_qk K
+    _add_weighted_(grad_q, grad_read[:, of_q], chunk.read_factors[:, of_q])  # (14) grad_O S0^T, grad_O M0^T
+    grad_p = torch.bmm(grad_pk_qk[:, of_p], chunk.k, out=scratch.grad_p)  # (14) grad_pk K
+    _add_weighted_(grad_p, grad_read[:, of_p], chunk.read_factors[:, of_p])  # (14) grad_target S0^T, grad_target M0^T
     if chunk.p_is_k:
-        grad_k = grad_p.baddbmm_(grad_pk_qk.mT, chunk.pq)
+        grad_k = grad_p.baddbmm_(grad_pk_qk.mT, chunk.pq)  # (14) grad_qk^T Q + grad_pk^T P, and grad_P as a part of it
     else:
-        grad_k = torch.bmm(grad_pk_qk.mT, chunk.pq, out=scratch.grad_k)
-    _add_weighted_(grad_k, grad_write, chunk.write_factors)
+        grad_k = torch.bmm(grad_pk_qk.mT, chunk.pq, out=scratch.grad_k)  # (14) grad_qk^T Q + grad_pk^T P
+    _add_weighted_(grad_k, grad_write, chunk.write_factors)  # (14) R grad_S'^T, R grad_M'^T
     return grad_q, grad_k, None if chunk.p_is_k else grad_p

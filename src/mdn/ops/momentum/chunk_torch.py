@@ -27,7 +27,7 @@ from mdn.ops.momentum.chunk_math import (
 from mdn.ops.momentum.interface import ACCURATE_CHUNK, ForwardResult, RuleOptions, RuleTensors, compute_dtype
 from mdn.ops.momentum.passes import ChunkInputs, InverseNorms, backward_pass, forward_pass
 from mdn.ops.momentum.reference import step_
-from mdn.ops.momentum.rounds import contain_damage, initial_states, members_of, stacked
+from mdn.ops.momentum.rounds import contain_damage, members_of, stacked
 from mdn.ops.momentum.scratch import BackwardScratch, ChunkScratch, ForwardScratch
 
 __all__ = ["backward", "forward", "step_"]
@@ -67,7 +67,7 @@ def backward(
     options: RuleOptions,
 ) -> RuleTensors:
     """(9) to (18)."""
-    chunks, initial = ScalarInputs(tensors, options), initial_states(tensors, boundaries)
+    chunks, initial = ScalarInputs(tensors, options), tensors.state_to_update(boundaries)
     slabs = plan(tensors, boundaries, options.chunk_size)
     starts = (_states_before_groups(chunks, slab, initial, residual) for slab in slabs)
     return backward_pass(chunks, slabs, starts, grad_o, grad_final_state, residual, boundaries)

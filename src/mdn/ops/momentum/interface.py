@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mdn.ops.boundaries import SequenceBoundaries
+
 ACCURATE_CHUNK = 8
 """Largest chunk on a CPU when ``chunk_size`` is 16 or less, which requests accuracy. The weights of the writes grow
 with the distance inside a chunk, and so does what cancels between them: with nearly equal keys and weakly damped gates
@@ -45,7 +47,7 @@ class RuleTensors(NamedTuple):
     beta: Tensor
     eta: Tensor
     direct: Tensor | None = None
-    """what a write adds to S beside its way through the momentum; None means zeros"""
+    """weight of a write that reaches S without passing through the momentum; None means zeros"""
     initial_state: Tensor | None = None
     """[2, N, HV, K, V]: S, then M; None means zeros"""
 
@@ -76,6 +78,14 @@ class RuleTensors(NamedTuple):
     def family(self) -> str:
         """The rule's family in ``mdn.ops.backends``."""
         return "vector momentum" if self.log_alpha.dim() == self.v.dim() else "momentum"
+
+    def state_to_update(self, boundaries: SequenceBoundaries | None) -> Tensor:
+        """[2, N, HV, K, V] that may be updated in place: a copy of the initial state, or zeros."""
+        q, v, dtype = self.q, self.v, compute_dtype(self.q)
+        if self.initial_state is not None:
+            return self.initial_state.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        sequences = v.shape[0] if boundaries is None else boundaries.num_sequences
+        return v.new_zeros(2, sequences, v.shape[-2], q.shape[-1], v.shape[-1], dtype=dtype)
 
 
 class StepState(NamedTuple):

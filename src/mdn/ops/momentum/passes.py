@@ -23,7 +23,6 @@ from mdn.ops.momentum.rounds import (
     ChunkMap,
     backward_rounds,
     forward_rounds,
-    initial_states,
     members_of,
     put_members,
     stacked,
@@ -46,7 +45,7 @@ def forward_pass(
 ) -> ForwardResult:
     """``starts`` gets a copy of X before every group, one after the other."""
     v = chunks.v
-    final_state = initial_states(chunks.tensors, boundaries)
+    final_state = chunks.tensors.state_to_update(boundaries)
     outputs = chunks.options.outputs
     o = torch.empty(v.shape if outputs else (0,), dtype=v.dtype, device=v.device)
     residual = torch.empty(v.shape if save_residual else (0,), dtype=chunks.dtype, device=v.device)
@@ -82,7 +81,7 @@ def backward_pass(
 ) -> RuleTensors:
     """``starts``: for every slab X before each of its groups."""
     grad_o, heads = grad_o.contiguous(), chunks.heads
-    grad_states = torch.zeros_like(initial_states(chunks.tensors, boundaries))
+    grad_states = torch.zeros_like(chunks.tensors.state_to_update(boundaries))
     if grad_final_state is not None:
         grad_states.copy_(grad_final_state)
     grads = GradientOutputs(chunks.tensors, chunks.options)
@@ -123,14 +122,6 @@ class ChunkInputs(Generic[Chunk]):
     backward_scratch: ClassVar[type[Any]]
     """``LoadedScratch`` with X and grad_X [Z, 2K, V] and grad_target_O [Z, 2C, V]"""
 
-    def prepare(self, group: ChunkGroup, scratch: Any) -> tuple[Chunk, InverseNorms]:
-        """All of the group's chunks that does not depend on the states."""
-        raise NotImplementedError
-
-    def gradients(self, chunk: Chunk, X: Tensor, scratch: Any) -> ChunkGradients:
-        """From what ``backward_rounds`` has left in the scratch memory, and X [Z, 2K, V] before each chunk."""
-        raise NotImplementedError
-
     def __init__(self, tensors: RuleTensors, options: RuleOptions):
         self.tensors = tensors
         self.q, self.k, self.v = tensors.q.contiguous(), tensors.k.contiguous(), tensors.v.contiguous()
@@ -142,6 +133,14 @@ class ChunkInputs(Generic[Chunk]):
         norm_q, norm_k = self._inverse_norm(self.q), self._inverse_norm(self.k)
         norm_p = norm_k if self.p is None else self._inverse_norm(self.p)
         self.scalars = torch.stack([norm_q, norm_k, norm_p, *gates], -1)  # [B, T, HV, 3 + gates]
+
+    def prepare(self, group: ChunkGroup, scratch: Any) -> tuple[Chunk, InverseNorms]:
+        """All of the group's chunks that does not depend on the states."""
+        raise NotImplementedError
+
+    def gradients(self, chunk: Chunk, X: Tensor, scratch: Any) -> ChunkGradients:
+        """From what ``backward_rounds`` has left in the scratch memory, and X [Z, 2K, V] before each chunk."""
+        raise NotImplementedError
 
     def _inverse_norm(self, x: Tensor) -> Tensor:
         """[B, T, HV]"""

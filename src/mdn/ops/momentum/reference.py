@@ -91,74 +91,66 @@ def reference_form(
     tensors: RuleTensors, boundaries: SequenceBoundaries | None, options: RuleOptions, block_size: int = 1
 ) -> tuple[Tensor, Tensor]:
     """o and the final states of all sequences; ``block_size > 1`` is the blockwise variant."""
-    streams, state = TokenInputs.of(tensors, options), _initial_state(tensors, boundaries)
+    inputs, state = TokenInputs.of(tensors, options), tensors.state_to_update(boundaries)
     if boundaries is None:
-        o, state = _one_sequence(streams, state, block_size, options.lookahead)
+        o, state = _one_sequence(inputs, state, block_size, options.lookahead)
         return o.to(tensors.v.dtype), state
     outputs, states = [], []
     for n, (start, end) in enumerate(pairwise(boundaries.offsets)):
-        of_sequence = streams.tokens(start, end)
+        of_sequence = inputs.tokens(start, end)
         o, final = _one_sequence(of_sequence, state[:, n : n + 1], block_size, options.lookahead)
         outputs.append(o)
         states.append(final)
     return torch.cat(outputs, dim=1).to(tensors.v.dtype), torch.cat(states, dim=1)
 
 
-def _initial_state(tensors: RuleTensors, boundaries: SequenceBoundaries | None) -> Tensor:
-    q, v, dtype = tensors.q, tensors.v, compute_dtype(tensors.q)
-    if tensors.initial_state is not None:
-        return tensors.initial_state.to(dtype)
-    sequences = v.shape[0] if boundaries is None else boundaries.num_sequences
-    return v.new_zeros(2, sequences, v.shape[-2], q.shape[-1], v.shape[-1], dtype=dtype)
-
-
-def _one_sequence(streams: TokenInputs, state: Tensor, block_size: int, lookahead: bool) -> tuple[Tensor, Tensor]:
+def _one_sequence(inputs: TokenInputs, state: Tensor, block_size: int, lookahead: bool) -> tuple[Tensor, Tensor]:
     """Rows side by side: o [B, T, HV, V] and the final state [2, B, HV, K, V]."""
     if block_size == 1:
-        return _token_by_token(streams, state, lookahead)
-    return _block_by_block(streams, state, block_size)
+        return _token_by_token(inputs, state, lookahead)
+    return _block_by_block(inputs, state, block_size)
 
 
-def _token_by_token(streams: TokenInputs, state: Tensor, lookahead: bool) -> tuple[Tensor, Tensor]:
-    q, k, v, p, _, log_mu, beta, eta, direct, alpha = streams
+def _token_by_token(inputs: TokenInputs, state: Tensor, lookahead: bool) -> tuple[Tensor, Tensor]:
+    q, k, v, p, _, log_mu, beta, eta, direct, alpha = inputs
     alpha, mu, beta = (per_row(x, k).unsqueeze(-1) for x in (alpha, log_mu.exp(), beta))  # [.., 1 or K, 1]
     S, M = state.unbind(0)
     outputs = []
     for t in range(q.shape[1]):
-        probed = alpha[:, t] * S - beta[:, t] * mu[:, t] * M if lookahead else S
-        r = v[:, t] - torch.einsum("bhk,bhkv->bhv", p[:, t], probed)
-        M = mu[:, t] * M - torch.einsum("bhk,bhv->bhkv", eta[:, t, :, None] * k[:, t], r)
+        state_at_probe = alpha[:, t] * S - beta[:, t] * mu[:, t] * M if lookahead else S  # (22)
+        residual = v[:, t] - torch.einsum("bhk,bhkv->bhv", p[:, t], state_at_probe)
+        M = mu[:, t] * M - torch.einsum("bhk,bhv->bhkv", eta[:, t, :, None] * k[:, t], residual)
         S = alpha[:, t] * S - beta[:, t] * M
         if direct is not None:
-            S = S + torch.einsum("bhk,bhv->bhkv", direct[:, t, :, None] * k[:, t], r)
+            S = S + torch.einsum("bhk,bhv->bhkv", direct[:, t, :, None] * k[:, t], residual)
         outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))
     o = torch.stack(outputs, dim=1) if outputs else torch.empty_like(v)
     return o, torch.stack([S, M])
 
 
-def _block_by_block(streams: TokenInputs, state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    batch, time, heads = streams.q.shape[:3]
+def _block_by_block(inputs: TokenInputs, state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    batch, time, heads = inputs.q.shape[:3]
     size = max(1, min(block_size, time))
-    q, k, v, p = (_cut(x, size) for x in (streams.q, streams.k, streams.v, streams.p))  # [blocks, B HV, C, ...]
-    gates = (None if x is None else _cut(x, size).flatten(0, 1) for x in streams.gates)
+    q, k, v, p = (_cut(x, size) for x in (inputs.q, inputs.k, inputs.v, inputs.p))  # [blocks, B HV, C, ...]
+    gates = (None if x is None else _cut(x, size).flatten(0, 1) for x in inputs.gates)
     coefficients = coefficients_of(GateRows(*gates))  # type: ignore[arg-type]
     in_blocks = (coefficients.decay_alpha, coefficients.gamma_M, coefficients.gamma_S)
     decay_alpha, gamma_M, gamma_S = (x.unflatten(0, k.shape[:2]) for x in in_blocks)  # [blocks, B HV, C+1, C+1]
     attend = q @ k.mT * gamma_S[..., 1:, 1:]
-    read_S, read_M = decay_alpha[..., 1:, :1] * q, gamma_S[..., 1:, :1] * q
-    write_S, write_M = gamma_S[..., -1, 1:, None] * k, gamma_M[..., -1, 1:, None] * k
+    abar_q, b_q = decay_alpha[..., 1:, :1] * q, gamma_S[..., 1:, :1] * q
+    write_S, write_M = gamma_S[..., -1, 1:, None], gamma_M[..., -1, 1:, None]  # [blocks, B HV, C, 1]
     abar_C, b_C, mbar_C = (x[..., -1:, :1] for x in (decay_alpha, gamma_S, gamma_M))
 
     S, M = state.flatten(1, 2).unbind(0)
     outputs = []
     for n in range(len(k)):
         residual = v[n] - p[n] @ S
-        outputs.append(read_S[n] @ S - read_M[n] @ M + attend[n] @ residual)
-        S = abar_C[n] * S - b_C[n] * M + write_S[n].mT @ residual
-        M = mbar_C[n] * M - write_M[n].mT @ residual
+        outputs.append(abar_q[n] @ S - b_q[n] @ M + attend[n] @ residual)
+        S = abar_C[n] * S - b_C[n] * M + k[n].mT @ (write_S[n] * residual)
+        M = mbar_C[n] * M - k[n].mT @ (write_M[n] * residual)
     final_state = torch.stack([S, M]).unflatten(1, (batch, heads))
     if not outputs:
-        return torch.empty_like(streams.v), final_state
+        return torch.empty_like(inputs.v), final_state
     o = torch.stack(outputs).transpose(1, 2).flatten(0, 1)[:time]  # [T, B HV, V]
     return o.unflatten(1, (batch, heads)).transpose(0, 1), final_state
 
@@ -187,15 +179,15 @@ def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tenso
     probed = torch.matmul((alpha * p if options.lookahead else p).unsqueeze(-2), S).squeeze(-2)
     if options.lookahead and M is not None:
         probed = probed - torch.matmul((beta.unsqueeze(-1) * mu * p).unsqueeze(-2), M).squeeze(-2)
-    r = (v - probed).unsqueeze(-2)
+    residual = (v - probed).unsqueeze(-2)  # [B, HV, 1, V]
     write, beta = (eta.unsqueeze(-1) * k).unsqueeze(-1), per_row(beta, k).unsqueeze(-1)  # [B, HV, K, 1], [B, HV, 1, 1]
     S.mul_(alpha.unsqueeze(-1))
     if M is None:
-        S.addcmul_(beta * write, r)
+        S.addcmul_(beta * write, residual)
     else:
-        S.addcmul_(M.mul_(mu.unsqueeze(-1)).addcmul_(write, r, value=-1), beta, value=-1)
+        S.addcmul_(M.mul_(mu.unsqueeze(-1)).addcmul_(write, residual, value=-1), beta, value=-1)
     if direct is not None:
-        S.addcmul_((direct.unsqueeze(-1) * k).unsqueeze(-1), r)
+        S.addcmul_((direct.unsqueeze(-1) * k).unsqueeze(-1), residual)
     o = torch.matmul(q.unsqueeze(-2), S).squeeze(-2)
 
     if state_indices is not None:

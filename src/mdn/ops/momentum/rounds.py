@@ -6,9 +6,9 @@ A chunk of C tokens maps the state X [2K, V] before it to outputs and to the sta
     O      = read_q X + attend R                                                        (7)
     X'     = D X + write^T R          D: what the chunk does to a state without writes  (8)
 
-Numbers in parentheses: equations of docs/derivation.md. What does not depend on the states is there for a whole group
-of chunks at once; the states advance round by round (``mdn.ops.chunking``). Z = chunks x value heads of a group. States
-are [2, N, HV, K, V] outside and X = [S; M], [sequences x HV, 2K, V], in a slab.
+Numbers in parentheses: equations of docs/derivation.md. What does not depend on the states is prepared for a whole
+group of chunks at once; the states advance round by round (``mdn.ops.chunking``). Z = chunks x value heads of a group.
+States are [2, N, HV, K, V] outside and X = [S; M], [sequences x HV, 2K, V], in a slab.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.chunking import ChunkGroup, Slab
 from mdn.ops.containment import at_the_end, damage_of, looks_damaged, repaired
-from mdn.ops.momentum.interface import ForwardResult, RuleTensors, compute_dtype
+from mdn.ops.momentum.interface import ForwardResult, RuleTensors
 
 # ------------------------------------------------------------------------------------------------------------- chunks
 
@@ -155,15 +155,6 @@ def backward_rounds(
 
 
 # ------------------------------------------------------------------------------------------------------------- states
-
-
-def initial_states(tensors: RuleTensors, boundaries: SequenceBoundaries | None) -> Tensor:
-    """[2, N, HV, K, V], a copy of the initial state or zeros."""
-    q, v, dtype = tensors.q, tensors.v, compute_dtype(tensors.q)
-    if tensors.initial_state is not None:
-        return tensors.initial_state.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    sequences = v.shape[0] if boundaries is None else boundaries.num_sequences
-    return v.new_zeros(2, sequences, v.shape[-2], q.shape[-1], v.shape[-1], dtype=dtype)
 
 
 def stacked(states: Tensor, slab: Slab) -> Tensor:

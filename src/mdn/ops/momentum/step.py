@@ -17,6 +17,18 @@ StepFunction = Callable[[RuleTensors, StepState], Tensor]
 Step = TypeVar("Step")
 
 
+class StepSettings(NamedTuple):
+    """The arguments of a step that are not tensors, as they were given."""
+
+    scale: float | None
+    l2norm: bool
+    p_times_alpha: bool
+    lookahead: bool
+    backend: str
+    vector: bool = False
+    """whether log_alpha has a number for every key dimension"""
+
+
 def momentum_delta_step(
     q: Tensor,
     k: Tensor,
@@ -54,7 +66,7 @@ def momentum_delta_step(
     """
     tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct)
     settings = StepSettings(scale, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead, backend)
-    return checked_step(tensors, state, state_indices, settings, check_gates)
+    return run_step(tensors, state, state_indices, settings, check_gates)
 
 
 def vector_momentum_delta_step(
@@ -84,17 +96,17 @@ def vector_momentum_delta_step(
     """
     tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct)
     settings = StepSettings(scale, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead, backend, vector=True)
-    return checked_step(tensors, state, state_indices, settings, check_gates)
+    return run_step(tensors, state, state_indices, settings, check_gates)
 
 
-def checked_step(
+def run_step(
     tensors: RuleTensors,
     state: Tensor | tuple[Tensor, Tensor | None] | None,
     state_indices: Tensor | None,
     settings: StepSettings,
     check_gates: bool,
 ) -> Tensor:
-    """One token of scalar or vector decays."""
+    """Check the values, find the step for tensors like these, and run it: scalar or vector decays."""
     S, M = checks.state_pair("state", state)
     if state_indices is not None:
         state_indices = check_state_indices(state_indices, S, len(tensors.v), read=check_gates)
@@ -103,18 +115,6 @@ def checked_step(
     if check_gates:
         checks.check_gate_values(tensors)
     return run(tensors, slots)
-
-
-class StepSettings(NamedTuple):
-    """The arguments of a step that are not tensors, as they were given."""
-
-    scale: float | None
-    l2norm: bool
-    p_times_alpha: bool
-    lookahead: bool
-    backend: str
-    vector: bool = False
-    """whether log_alpha has a number for every key dimension"""
 
 
 def features_of(tensors: RuleTensors, lookahead: bool) -> tuple[str, ...]:
@@ -157,15 +157,15 @@ def step_function(tensors: RuleTensors, state: StepState, settings: StepSettings
     """The step for tensors like these, checked. (A kind of step that was seen before keeps its backend, also if
     MDN_BACKEND changes.)"""
     if torch.compiler.is_compiling():
-        return _checked_step(tensors, state, settings)
-    run = prepared_once(settings, tensors, state, _checked_step, tensors, state, settings)
+        return _prepared_step(tensors, state, settings)
+    run = prepared_once(settings, tensors, state, _prepared_step, tensors, state, settings)
     S, M, _ = state
     if M is not None and S.data_ptr() == M.data_ptr() != 0:  # an address is no part of the signature
         raise ValueError("S and M of the state must be different memory to be updated in place, got the same twice")
     return run
 
 
-def _checked_step(tensors: RuleTensors, state: StepState, settings: StepSettings) -> StepFunction:
+def _prepared_step(tensors: RuleTensors, state: StepState, settings: StepSettings) -> StepFunction:
     """Checks everything but values and binds what does not change."""
     checks.check_tensors(tensors, rank=3, vector=settings.vector)
     checks.check_step_state(state, tensors)

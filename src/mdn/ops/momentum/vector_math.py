@@ -110,19 +110,25 @@ def merge_adjoint_(
     for pairs, first, second, late, early in reversed(kept):
         grad_late, grad_early = pairs.later(rows, 2), pairs.earlier(grad_write)
         grad_first, grad_second = _join_adjoint(first, second, grad_steps)
-        _add_products_(grad_first, late, grad_late, of_reads=True)
-        _add_products_(grad_second, early, grad_early, of_reads=False)
-        first.carry_writes_(grad_late)  # the transposed step carries gradients of reads as the step carries writes
-        second.carry_reads_(grad_early)
+        _add_products_(
+            grad_first, late, grad_late, of_reads=True
+        )  # (29): the sums in grad_abar_1, grad_b_1, grad_mbar_1
+        _add_products_(
+            grad_second, early, grad_early, of_reads=False
+        )  # (29): those in grad_abar_2, grad_b_2, grad_mbar_2
+        first.carry_writes_(
+            grad_late
+        )  # (29): the transposed step carries gradients of reads as the step carries writes
+        second.carry_reads_(grad_early)  # (29): and the other way round
         grad_met = pairs.between(table, 2).flatten(0, 1)
-        grad_late += torch.bmm(grad_met, early.flatten(0, 1)).view(late.shape)
-        grad_early += torch.bmm(grad_met.mT, late.flatten(0, 1)).view(early.shape)
+        grad_late += torch.bmm(grad_met, early.flatten(0, 1)).view(late.shape)  # (29): grad_scores write
+        grad_early += torch.bmm(grad_met.mT, late.flatten(0, 1)).view(early.shape)  # (29): grad_scores^T read
         grad_steps = Steps(*(torch.stack(both, 2).flatten(1, 2) for both in zip(grad_first, grad_second)))
     return grad_steps
 
 
 def _join_adjoint(first: Steps, second: Steps, grad: Steps) -> tuple[Steps, Steps]:
-    """Gradients of both runs of each pair from those of the joined ones."""
+    """(29): the terms of the steps of both runs that come from the step of the joined run."""
     grad_first = Steps(
         second.abar * grad.abar,
         second.abar * grad.b,
@@ -263,7 +269,7 @@ def vector_gradients(chunk: VectorChunks, X: Tensor, scratch: VectorBackwardScra
     grad_own = grad_table[:, size:].diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     _interleave(F.pad(grad_table, (0, scratch.scores.shape[-1] - size)), out=scratch.grad_scores)
     (S, M), (grad_S, grad_M) = X.chunk(2, 1), grad_X.chunk(2, 1)
-    of_chunk = Steps((S * grad_S).sum(-1), -(M * grad_S).sum(-1), (M * grad_M).sum(-1))
+    of_chunk = Steps((S * grad_S).sum(-1), -(M * grad_S).sum(-1), (M * grad_M).sum(-1))  # by X' = step X of (28)
     grad_steps = merge_adjoint_(
         chunk.kept,
         scratch.grad_read,
@@ -284,7 +290,7 @@ def _interleave(rows: Tensor, out: Tensor) -> None:
 def _leaf_gradients(
     chunk: VectorChunks, grad_own: Tensor, grad_steps: Steps, scratch: VectorBackwardScratch
 ) -> ChunkGradients:
-    """From the gradients of the leaves to those of vectors and gates."""
+    """(26), backwards: from the gradients of what single tokens read, write and do to those of vectors and gates."""
     gates, k, size = chunk.gates, chunk.k, chunk.k.shape[1]
     p, q = chunk.pq[:, :size], chunk.pq[:, size:]
     alpha, mu, beta, eta, at_once, mu_has_channels, probe = gates
@@ -294,12 +300,12 @@ def _leaf_gradients(
     )
     grad_write_S, grad_write_M = scratch.grad_write[:, :size].chunk(2, -1)
 
-    own = grad_own * at_once
-    grad_q = torch.addcmul(alpha * grad_query_S, grad_query_M, b, value=-1).addcmul_(k, own)
-    grad_k = torch.addcmul(at_once * grad_write_S, grad_write_M, eta, value=-1).addcmul_(q, own)
+    own = grad_own * at_once  # of q . k on the diagonal of scores_q (28)
+    grad_q = torch.addcmul(alpha * grad_query_S, grad_query_M, b, value=-1).addcmul_(k, own)  # q reads (alpha q, -b q)
+    grad_k = torch.addcmul(at_once * grad_write_S, grad_write_M, eta, value=-1).addcmul_(q, own)  # (at_once k, -eta k)
     grad_alpha = torch.addcmul(grad_steps.abar, q, grad_query_S)
     grad_b = torch.addcmul(grad_steps.b, q, grad_query_M, value=-1)
-    if probe == "one":
+    if probe == "one":  # p reads (-p, 0); with alpha (-alpha p, 0); with look-ahead (-alpha p, b p)
         grad_p = -grad_probe_S
     else:
         grad_p = -alpha * grad_probe_S
