@@ -2,7 +2,7 @@
 
     python -m mdn.bench.context_parallel_results docs/experiments/data/context_parallel.json docs/distributed.md
 
-rewrites what stands between `<!-- table NAME -->` and `<!-- end -->` in the page.
+rewrites the text between `<!-- table NAME -->` and `<!-- end -->` in the page.
 """
 
 from __future__ import annotations

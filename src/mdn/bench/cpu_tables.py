@@ -1,6 +1,6 @@
 """The tables of docs/cpu-inference.md, from the recorded results: ``python -m mdn.bench.cpu_tables``.
 
-Rewrites what stands between ``<!-- table NAME -->`` and ``<!-- end -->`` in the page.
+Rewrites the text between ``<!-- table NAME -->`` and ``<!-- end -->`` in the page.
 """
 
 from __future__ import annotations

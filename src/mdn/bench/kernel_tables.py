@@ -2,7 +2,7 @@
 
     python -m mdn.bench.kernel_tables benchmarks/results/kernels.json docs/kernels.md
 
-rewrites what stands between `<!-- table NAME -->` and `<!-- end -->` in the page.
+rewrites the text between `<!-- table NAME -->` and `<!-- end -->` in the page.
 """
 
 from __future__ import annotations

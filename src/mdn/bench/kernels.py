@@ -40,7 +40,7 @@ class Variant:
     """a pack of two sequences, with initial states and their gradients; decoding into slots"""
 
     def inputs(self, initial_state: Tensor | None = None) -> RuleTensors:
-        """All zero."""
+        """Zeros of these shapes."""
         batch = 1 if self.packed else self.batch
 
         def rows(heads: int, width: int) -> Tensor:

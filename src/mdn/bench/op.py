@@ -28,7 +28,7 @@ SWEEP = (512, 2048, 8192, 32768)
 
 
 def run(quick: bool = False, threads: int | None = None) -> dict[str, Any]:
-    """Everything, as one dictionary. ``quick`` shrinks shapes and repeats: for a look, not for a record."""
+    """Everything, as one dictionary. ``quick`` shrinks shapes and repeats: not for figures that are recorded."""
     if threads is not None:
         torch.set_num_threads(threads)
     names, reasons = peers.runnable_peers()

@@ -9,7 +9,7 @@ from mdn.bench import op_general
 from mdn.common.results import Table
 
 CONTROL = "matrix product (control)"
-"""scales with threads on any machine that has them to give"""
+"""scales with threads wherever a second core is free"""
 SCALES = 1.5
 """a matrix product that gains less from a second thread had no second core"""
 

@@ -47,7 +47,7 @@ class ServingSize(ModelSize):
 
 @dataclasses.dataclass
 class Timings:
-    """Of one model and batch size, over all rounds."""
+    """Times of one model and batch size, over all rounds."""
 
     seconds: list[float] = dataclasses.field(default_factory=list)
     """per round"""

@@ -2,7 +2,7 @@
 
     python -m mdn.bench.serving_page benchmarks/results/serve.json docs/serving.md
 
-rewrites what stands between `<!-- table serve -->` and `<!-- end -->` in the page, and draws figures/serving.png.
+rewrites the text between `<!-- table serve -->` and `<!-- end -->` in the page, and draws figures/serving.png.
 """
 
 from __future__ import annotations

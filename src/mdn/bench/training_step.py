@@ -77,9 +77,9 @@ def make_step(model: MomentumDeltaNetForCausalLM, batch: torch.Tensor) -> Callab
 
 
 def peak_memory(step: Callable[[], object]) -> float:
-    """Bytes a step needs beyond what is there before it: allocator statistics on a GPU, resident memory on a CPU.
+    """Bytes a step needs beyond what is already allocated: allocator statistics on a GPU, resident memory on a CPU.
 
-    NaN where the system does not tell (it needs Linux' /proc).
+    NaN where the system does not report it (it takes Linux' /proc).
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -192,7 +192,7 @@ def profile_recipe(name: str, most_tokens: int) -> dict[str, Any]:
     config = model_config(recipe, vocabulary(recipe.tokenizer), end_id=0)
     torch.manual_seed(0)
     step = make_step(MomentumDeltaNetForCausalLM(config), torch.randint(config.vocab_size, (rows, length)))
-    step()  # memory and the optimiser's state are there from now on
+    step()  # the first step allocates memory and the optimiser's state
     started = time.perf_counter()
     shares = shares_of(step)
     seconds = time.perf_counter() - started

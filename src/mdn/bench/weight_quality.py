@@ -29,7 +29,7 @@ class TrainedModel(NamedTuple):
 
 
 def trained_model(source: str) -> TrainedModel:
-    """Of a run folder, its ``model`` or one of its checkpoints."""
+    """The model of a run folder, or of its ``model`` or one of its checkpoints."""
     place = Path(resolve_model(source))
     run_dir = next((folder for folder in (place, place.parent) if (folder / "recipe.yaml").is_file()), None)
     if run_dir is None:

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", metavar="PATH", help="train on this file or folder (the Python standard library)")
     parser.add_argument("--out", type=output_directory, default="runs/ablate", help="where the runs are (runs/ablate)")
     parser.add_argument("--processes", type=positive_int, help="cells at the same time, one thread each (one per core)")
-    parser.add_argument("--only-read", action="store_true", help="train nothing: the table of what is there")
+    parser.add_argument(
+        "--only-read", action="store_true", help="train nothing: show the table of the recorded results"
+    )
     add_output_arguments(parser)
 
 

@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-steps", type=positive_int, default=200, help="optimiser steps on text (200)")
     parser.add_argument("--out", type=output_directory, default="runs/causality", help="result files (runs/causality)")
     parser.add_argument("--processes", type=positive_int, help="cells at the same time, one thread each (one per core)")
-    parser.add_argument("--only-read", action="store_true", help="train nothing: the table of what is there")
+    parser.add_argument(
+        "--only-read", action="store_true", help="train nothing: show the table of the recorded results"
+    )
     add_output_arguments(parser)
 
 

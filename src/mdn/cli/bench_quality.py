@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
     from mdn.bench.weight_quality import measure, table, trained_model
     from mdn.common.results import write_results
 
-    for source in args.runs:  # what can be wrong is found out before the first model is measured
+    for source in args.runs:  # a wrong path is refused before the first model is measured
         trained_model(source)
     models = [measure(source, args.weights) for source in args.runs]
     print(table(models))

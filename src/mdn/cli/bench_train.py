@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     from mdn.training.recipe import load_recipe
 
     for name in args.profile:
-        load_recipe(name, [])  # a wrong name is found out before anything is measured
+        load_recipe(name, [])  # a wrong name is refused before anything is measured
     facts = machine()
     mixers = check_mixers(args.mixers or list(MIXERS))
     size = StepSize(hidden_size=args.hidden_size, layers=args.layers, tokens=args.tokens, lengths=tuple(args.lengths))

@@ -117,7 +117,7 @@ def _harness_results(args: argparse.Namespace, suites: list, tasks: list) -> tup
     if args.max_length is not None:
         suites[:] = [_with_length(suite, args.max_length) for suite in suites]
         jobs = [dataclasses.replace(job, max_length=args.max_length) for job in jobs]
-    # What can be wrong is found out before the first model is loaded.
+    # Bad input is refused before the first model is loaded.
     sources, device = [resolve_model(source) for source in args.models], choose_device(args.device)
     if not args.skip_missing:
         refuse_missing_files(jobs, data)

@@ -88,7 +88,7 @@ def output_file(text: str) -> Path:
 
 
 def output_directory(text: str) -> Path:
-    """A directory that is there or can be made, and can be written."""
+    """A writable directory, which exists or can be created."""
     path = Path(text)
     if not text or (path.exists() and not path.is_dir()):
         raise argparse.ArgumentTypeError(f"must be a directory, got {'a file' if text else 'nothing'}: {text!r}")

@@ -95,7 +95,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text; a ValueError that begins with `where` if it is none or grows out of hand."""
+    """The value of a YAML text; a ValueError that begins with `where` if it is not YAML or expands too far."""
     try:
         content = yaml.load(text, Loader=_Loader)
     except RecursionError:

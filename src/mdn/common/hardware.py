@@ -56,7 +56,7 @@ class Threads:
     `fixed` is a number that the user has chosen: it is set once and then left alone, as OMP_NUM_THREADS is.
     """
 
-    PERIOD = 5.0  # seconds between two looks
+    PERIOD = 5.0  # seconds between two measurements
     FIRST_LOOK = 0.3
 
     def __init__(self, fixed: int | None = None, *, adapts: bool = True) -> None:
@@ -74,7 +74,7 @@ class Threads:
         torch.set_num_threads(self.before)
 
     def adapt(self, *, now: bool = False) -> str | None:
-        """Look around, at most once per PERIOD. A sentence for the user if the number of threads has changed."""
+        """Measure again, at most once per PERIOD. Returns a sentence for the user if the number of threads changes."""
         if not self.adapts or not (now or time.monotonic() - self._since.wall >= self.PERIOD):
             return None
         before, self._since = self._since, _Clock.read()

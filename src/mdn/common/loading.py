@@ -61,7 +61,7 @@ def choose_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.zeros(1, device=name).item()  # meta and devices that are not there fail at the latest here
+        torch.zeros(1, device=name).item()  # meta and missing devices fail here at the latest
     except (RuntimeError, AssertionError, NotImplementedError, ImportError, ValueError) as error:
         raise ValueError(f"device {name!r} cannot be used here: {one_line(error, 160)}") from None
     return name
@@ -158,7 +158,7 @@ def import_plugins(plugins: Iterable[str]) -> None:
 
 @contextmanager
 def _naming(source: str | Path) -> Iterator[None]:
-    """Everything that goes wrong while files of a user are read is said with their name."""
+    """Errors while a user's files are read name those files."""
     try:
         yield
     except Exception as error:

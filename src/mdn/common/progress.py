@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 silent = False
-"""True in a process that works for another one"""
+"""True in worker processes"""
 
 
 def progress(iterable: Any = None, **options: Any) -> Any:

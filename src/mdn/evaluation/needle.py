@@ -2,7 +2,7 @@
 
     instruction, haystack with "One of the special magic numbers for KEY is: VALUE." at some depth, question -> VALUE
 
-RULER's rules for texts: facts hidden in a haystack, asked for at its end. The haystack is what everyone has: noise
+RULER's rules for texts: facts hidden in a haystack, with a question at its end. Nothing is downloaded: the hay is noise
 sentences, or prose from the docstrings of the standard library of the interpreter that runs this. `make_example` works
 with any tokenizer: ``length`` counts tokens of the prompt and the answer together.
 """

@@ -10,7 +10,7 @@ from typing import Any
 
 from mdn.evaluation.needle import sentences
 
-# The tasks' own module holds on to the functions it found when it was loaded, so it must be loaded anew.
+# The tasks' own module keeps references to the functions that it imported, so it has to be imported again.
 _TASK_MODULE = "lm_eval.tasks.ruler.niah_utils"
 
 
@@ -56,7 +56,7 @@ def _import_without_download() -> Any:
 
     download, nltk.download = nltk.download, lambda *args, **kwargs: True
     try:
-        with redirect_stdout(StringIO()):  # it would say that it has downloaded something
+        with redirect_stdout(StringIO()):  # it would report a download
             return _import()
     finally:
         nltk.download = download

@@ -25,7 +25,7 @@ class Job:
 
     task: str
     max_length: int | None = None
-    """tokens of input and output; None: what the model was made for"""
+    """tokens of input and output; None: the model's own maximum"""
     needle_length: int | None = None
     """length of the haystack, for RULER's tasks"""
 

@@ -78,7 +78,7 @@ def train_both_ways(cell: CausalityCell, out: Path) -> dict[str, Any]:
 
 
 def _rewriting_recipe(cell: CausalityCell) -> MqarRecipe:
-    """Every key is bound twice, the later value is asked; tested at the longest training length and at its double."""
+    """Every key is bound twice and the later value is queried, at the longest training length and at its double."""
     return MqarRecipe.model_validate(
         {
             "name": "causality",

@@ -3,10 +3,11 @@
     k1 v1 k2 v2 ... kP vP | . . k2 . . . k1 . ...    inputs [N, L];  labels [N, L], the value at every query, else -100
 
 P pairs of distinct keys (1 .. V/2 - 1) and distinct values (V/2 .. V - 1), then slots of two positions. Every key is
-asked once, at the first position of a slot; slots are drawn without replacement with weight slot^(a - 1), slots counted
-from 1. The answer is not inserted, and every position without a pair or a query holds a random token of the vocabulary.
+queried once, at the first position of a slot; slots are drawn without replacement with weight slot^(a - 1), where slots
+count from 1. The answer is not inserted, and every position without a pair or a query holds a random token of the
+vocabulary.
 
-With ``rewriting`` all keys are bound to stale values first and then, in another order, to new ones, which are asked.
+With ``rewriting`` all keys are bound to stale values first and then, in another order, to new ones, which are queried.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ PAD, UNKNOWN = 0, 1
 
 @dataclass(frozen=True)
 class NeedleSettings:
-    """``keys`` needles in every text, one of them asked for (in training: all of them, one after the other)."""
+    """``keys`` needles in every text, one of them queried (in training: all of them, one after the other)."""
 
     haystack: str = "noise"
     keys: int = 4

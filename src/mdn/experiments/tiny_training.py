@@ -24,7 +24,7 @@ _LOSSES_KEPT = 40
 
 
 class Labelled(Protocol):
-    """``labels`` are the expected tokens, IGNORED where nothing is asked."""
+    """``labels`` are the expected tokens, IGNORED where nothing is scored."""
 
     @property
     def inputs(self) -> Tensor: ...

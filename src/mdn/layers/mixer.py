@@ -281,10 +281,10 @@ class Streams(NamedTuple):
 class ProjectedMixer(Mixer):
     """Projections, short convolutions, a rule, a norm; see the top of the file.
 
-    The constructor makes the first part. The subclass adds its gates and, if it does not replace ``output``, calls
-    ``add_output``. A rule with one matrix state is given by
-    ``chunk_rule``, ``step_rule`` and ``rule_inputs``; another one by ``run`` and ``step``.
-    Convolution states are number 0, 1, 2 of the cache layer (q, k, v), recurrent states are numbered from 0.
+    The constructor makes projections and convolutions. The subclass adds its gates and, if it does not replace
+    ``output``, calls ``add_output``. It names a rule with one matrix state by ``chunk_rule``, ``step_rule`` and
+    ``rule_inputs``, and computes any other rule in ``run`` and ``step``. Convolution states are number 0, 1, 2 of the
+    cache layer (q, k, v), recurrent states are numbered from 0.
     """
 
     chunk_rule: ClassVar[Rule]

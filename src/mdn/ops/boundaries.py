@@ -40,16 +40,16 @@ class SequenceBoundaries:
         The values of a tensor are read at every call (for a GPU tensor that waits for the GPU) and copied: a buffer may
         be reused for the next batch. For several ops on one pack, make the object once and pass it to all of them.
         """
-        found: SequenceBoundaries
+        boundaries: SequenceBoundaries
         if isinstance(cu_seqlens, SequenceBoundaries):
-            found = cu_seqlens
+            boundaries = cu_seqlens
         else:
-            found = _owner(cu_seqlens) or cls._from_new_tensor(cu_seqlens)
-        if total is not None and found.total != total:
+            boundaries = _owner(cu_seqlens) or cls._from_new_tensor(cu_seqlens)
+        if total is not None and boundaries.total != total:
             raise ValueError(
-                f"cu_seqlens must cover all {total} tokens of the packed row, but it ends at {found.total}"
+                f"cu_seqlens must cover all {total} tokens of the packed row, but it ends at {boundaries.total}"
             )
-        return found
+        return boundaries
 
     @classmethod
     def _from_new_tensor(cls, cu_seqlens: Tensor) -> SequenceBoundaries:
@@ -66,9 +66,9 @@ class SequenceBoundaries:
         for i, (start, end) in enumerate(itertools.pairwise(offsets)):
             if end < start:
                 raise ValueError(f"cu_seqlens must be sorted, but entry {i + 1} is {end} after {start}")
-        found = cls(cu_seqlens.detach().to(torch.int64, copy=True), offsets)
-        cu_seqlens._mdn_last_read = found  # type: ignore[attr-defined]
-        return found
+        boundaries = cls(cu_seqlens.detach().to(torch.int64, copy=True), offsets)
+        cu_seqlens._mdn_last_read = boundaries  # type: ignore[attr-defined]
+        return boundaries
 
     @classmethod
     def from_lengths(
@@ -86,9 +86,9 @@ class SequenceBoundaries:
             raise ValueError(f"attention_mask must have shape [B, T], got {list(mask.shape)}")
         mask = mask.bool()
         lengths = mask.sum(-1).tolist()
-        found = cls.from_lengths(lengths, mask.device)
-        found._padded = (mask.shape[0], mask.shape[1]), mask.reshape(-1).nonzero().squeeze(-1)
-        return found
+        boundaries = cls.from_lengths(lengths, mask.device)
+        boundaries._padded = (mask.shape[0], mask.shape[1]), mask.reshape(-1).nonzero().squeeze(-1)
+        return boundaries
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> SequenceBoundaries:
@@ -134,7 +134,7 @@ class SequenceBoundaries:
     # ---------------------------------------------------------------- layout
 
     def stretched(self, factor: int) -> SequenceBoundaries:
-        """Of the same sequences with every token repeated ``factor`` times; made once for all layers."""
+        """Boundaries of the same sequences with every token repeated ``factor`` times; made once for all layers."""
         if factor not in self._stretched:
             offsets = tuple(factor * offset for offset in self.offsets)
             self._stretched[factor] = SequenceBoundaries(factor * self.cu_seqlens, offsets)
@@ -142,18 +142,19 @@ class SequenceBoundaries:
 
     def unpad(self, x: Tensor) -> Tensor:
         """``[B, T, ...]`` to ``[1, total, ...]``: keeps only the tokens whose mask is one."""
-        (batch, time), kept = self._padding()
+        (batch, time), places = self._padding()
         if x.shape[:2] != (batch, time):
             raise ValueError(f"x must begin with [{batch}, {time}] as the attention mask does, got {list(x.shape)}")
-        return x.reshape(batch * time, *x.shape[2:]).index_select(0, kept).unsqueeze(0)
+        return x.reshape(batch * time, *x.shape[2:]).index_select(0, places).unsqueeze(0)
 
     def pad(self, x: Tensor) -> Tensor:
         """``[1, total, ...]`` back to ``[B, T, ...]``, with zeros where the mask is zero."""
-        (batch, time), kept = self._padding()
-        padded = x.new_zeros(batch * time, *x.shape[2:]).index_copy(0, kept, x[0])
+        (batch, time), places = self._padding()
+        padded = x.new_zeros(batch * time, *x.shape[2:]).index_copy(0, places, x[0])
         return padded.reshape(batch, time, *x.shape[2:])
 
     def _padding(self) -> tuple[tuple[int, int], Tensor]:
+        """(B, T) of the mask, and the places ``[total]`` of its ones among the B * T."""
         if self._padded is None:
             raise ValueError("unpad and pad need boundaries that were made from an attention mask")
         return self._padded

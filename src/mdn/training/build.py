@@ -122,7 +122,7 @@ def refuse_indivisible(recipe: Recipe, config: MomentumDeltaNetConfig) -> None:
 
 
 def _initialised_from(source: str, config: MomentumDeltaNetConfig) -> MomentumDeltaNetForCausalLM:
-    """The weights of another model in the recipe's config; every tensor must have its place."""
+    """The weights of another model in the recipe's config; every tensor must fit."""
     weights = load_model(source, dtype="float32").state_dict()
     model = MomentumDeltaNetForCausalLM(config)
     expected = model.state_dict()

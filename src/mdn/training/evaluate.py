@@ -96,7 +96,7 @@ def evaluate(
         # Split into two float32 parts: not every backend reduces float64.
         high = total.float()
         parts = torch.stack([high, (total - high.double()).float()]).to(device)
-        copies = 1 if mesh is None else mesh.shape.tensor  # ranks that computed the same
+        copies = 1 if mesh is None else mesh.shape.tensor  # ranks that computed the same sum
         total = accelerator.reduce(parts, reduction="sum").double().sum().cpu() / copies
     tokens = len(stream) - 1
     loss = total.item() / tokens
@@ -149,7 +149,7 @@ def complete(directory: Path, settings: SampleSettings) -> str:
     # Training texts begin with the end-of-text id, so a prompt does too.
     start = torch.tensor([[tokenizer.eos_token_id]])
     ids = torch.cat([start, inputs["input_ids"]], dim=1)
-    torch.manual_seed(0)  # the same model says the same thing
+    torch.manual_seed(0)  # the same model always gives the same sample
     choice = {"do_sample": True, "temperature": settings.temperature} if settings.temperature else {"do_sample": False}
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=settings.max_new_tokens, pad_token_id=0, **choice

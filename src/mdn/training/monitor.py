@@ -42,7 +42,7 @@ class MetricsLog:
             file.write("".join(json.dumps(_plain(line), allow_nan=False) + "\n" for line in lines))
 
     def write_once(self, line: dict[str, Any]) -> None:
-        """Append the line unless one with the same step and keys is there (a run killed after its last evaluation)."""
+        """Append the line unless one with the same step and keys exists (a run killed after its last evaluation)."""
         if not any(old["step"] == line["step"] and old.keys() == line.keys() for old in read_metrics(self.path)):
             self.write(line)
 

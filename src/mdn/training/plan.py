@@ -55,7 +55,7 @@ class Plan:
     activation_bytes: int
     mesh: MeshShape
     tokens_per_rank: int
-    """of one pass"""
+    """tokens of one pass"""
     exchanged_bytes: list[int]
     """per layer and pass, forward and backward: what one rank receives from the others of its context group"""
     launch: str
@@ -66,7 +66,7 @@ class Plan:
 
 
 def vocabulary(settings: TokenizerSettings) -> int:
-    """Its size, known before any text is read."""
+    """The size of the vocabulary, as far as it is known before any text is read."""
     if settings.kind == "pretrained":
         from mdn.training.tokenizer import load_pretrained
 

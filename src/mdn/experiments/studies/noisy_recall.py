@@ -1,4 +1,4 @@
-"""Noisy recall: every key is bound several times, mostly to one value; the value asked for is the majority's.
+"""Noisy recall: every key is bound several times, mostly to one value; the right answer is the majority's.
 
     k3 v  k1 w  k3 u  k3 v  k1 w  ... | k1 . k3 .        the answer for k3 is v: two bindings of three
 

@@ -37,7 +37,7 @@ RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 
 @dataclass(frozen=True, kw_only=True)
 class OscillationTask(Task):
-    """Squared error where something is asked, divided by the power of the signal there."""
+    """Squared error at the scored tokens, divided by the power of the signal there."""
 
     signal: str
     length: int

@@ -86,7 +86,7 @@ def _words() -> Words:
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleTask(TokenTask):
-    """Four needles in a text of noise, one of them asked for, at five depths."""
+    """Four needles in a text of noise, one of them queried, at five depths."""
 
     test_lengths: tuple[int, ...] = (128, 256, 512)
     examples: int = 20

@@ -1,6 +1,6 @@
 """Oscillating signals: a resonator that impulses excite, and damped sinusoids to be continued from their beginning.
 
-A batch has inputs ``[B, T, channels]``, targets ``[B, T]`` and weights ``[B, T]``, 0 where nothing is asked.
+A batch has inputs ``[B, T, channels]``, targets ``[B, T]`` and weights ``[B, T]``, 0 where nothing is scored.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ NOISE = 0.05
 def continued_sinusoid(number: int, length: int, generator: torch.Generator) -> Signals:
     """exp(-t / lifetime) sin(2 pi t / period + phase), all three unknown; SEEN noisy tokens, then blanks.
 
-    Channels: the value (0 in a blank) and 1 in a blank. Asked for, in the blanks, is the signal without noise.
+    Channels: the value (0 in a blank) and 1 in a blank. The target, in the blanks, is the signal without noise.
     """
     t = torch.arange(length)
     period = _log_uniform(number, PERIODS, generator)

@@ -56,7 +56,7 @@ class Metric:
     worst: float
     """the score of a model whose loss stopped being finite"""
     factor: float = 1.0
-    """of the numbers in tables and figures"""
+    """what the numbers in tables and figures are multiplied by"""
     digits: int = 3
 
     def better(self, first: float, second: float) -> bool:
@@ -81,10 +81,10 @@ class Task(ABC):
     rates: tuple[float, ...]
     """learning rates to choose from, in order: four, of which three are tried, or fewer, which are all tried"""
     rates_from: Task | None = None
-    """the task whose choice is taken over"""
+    """another task, whose chosen learning rates are used"""
     seeds: int = 5
     seconds: float
-    """of MDN's cell on one quiet core, for estimates"""
+    """that a cell of MDN takes on one quiet core, for estimates"""
     steps: int
     model: dict[str, Any]
     tuning_steps: int | None = None
@@ -125,7 +125,7 @@ class Task(ABC):
 
 
 class TokenTask(Task):
-    """Tokens in, tokens asked for at labelled positions."""
+    """Tokens in, tokens to predict at labelled positions."""
 
     @abstractmethod
     def vocab_size(self) -> int: ...

@@ -133,11 +133,11 @@ class ScratchPool:
         self._views: dict[tuple[type[LoadedScratch], GroupSize], Any] = {}
 
     def take(self, kind: type[Kind], size: GroupSize) -> Kind:
-        """Tensors with arbitrary content; what was taken before ends."""
-        found: Kind | None = self._views.get((kind, size))
-        if found is None:
-            found = self._views[kind, size] = self._carve(kind, size)
-        return found
+        """Tensors with arbitrary content, in the memory of those that were taken before."""
+        views: Kind | None = self._views.get((kind, size))
+        if views is None:
+            views = self._views[kind, size] = self._carve(kind, size)
+        return views
 
     def _carve(self, kind: type[Kind], size: GroupSize) -> Kind:
         letters = size.letters()
