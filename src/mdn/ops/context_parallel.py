@@ -113,7 +113,7 @@ def _connected(
         o, X = rule(tensors, starts, plan.boundaries, True)
         nothing = X.new_zeros(plan.slots, X.shape[1], rows, rows)
         exchanged = plan.exchange(X.detach()[plan.last_pieces], nothing)
-        return RangeOutput(*_Border.apply(o, X, None, None, exchanged, plan))
+        return RangeOutput(*_Border.apply(o, X, None, None, exchanged, plan))  # type: ignore[no-untyped-call]
     slots = [slot for slot, number in enumerate(plan.own_ranges) if plan.continues[number]]
     transits = [plan.transits[plan.own_ranges[slot]] for slot in slots]
     given = (*tensors.values(), starts)
@@ -137,7 +137,7 @@ def _connected(
     o, X = rule(tensors, starts, plan.boundaries, True)
     if not has_backward:
         return RangeOutput(o, X)
-    return RangeOutput(*_Border.apply(o, X, C, response_A, exchanged, plan))
+    return RangeOutput(*_Border.apply(o, X, C, response_A, exchanged, plan))  # type: ignore[no-untyped-call]
 
 
 class _Border(torch.autograd.Function):

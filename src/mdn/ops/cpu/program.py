@@ -57,7 +57,7 @@ def record(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Rec
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Any] = []
         """(name of a native function, its struct) or a function to call"""
         self.kept: list[Any] = []
