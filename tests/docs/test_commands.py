@@ -149,9 +149,9 @@ NOT_RUN = {
     "pytest tests/ops/triton": "part of this suite",
     "python setup.py build_ext --inplace": "part of the installation",
     "mdn serve runs/demo --port 8000": "needs vLLM: tests/serving runs it",
-    "mdn serve runs/demo --vllm='--max-num-seqs 64'": "needs vLLM",
+    "mdn serve runs/demo --vllm='--max-num-seqs 64'": "needs vLLM: tests/serving/test_http.py starts one like it",
     "mdn bench serve --batches 1,2,4,8,16,32 --contexts 128,512,2048,8192 --rounds 9 "
-    "--json benchmarks/results/serve.json": "needs vLLM",
+    "--json benchmarks/results/serve.json": "needs vLLM: tests/serving/test_bench.py runs a short form",
     "python -m mdn.bench.serving_page benchmarks/results/serve.json docs/serving.md": (
         "writes the page; tests/bench/test_serving_page.py compares its tables with the record"
     ),

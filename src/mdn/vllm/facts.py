@@ -41,8 +41,8 @@ class ServingRules(HybridAttentionMambaModelConfig):
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: Any) -> None:
-        for reason in unsupported(vllm_config):
-            raise ValueError(f"Momentum DeltaNet models in vLLM: {reason}")
+        if reasons := unsupported(vllm_config):
+            raise ValueError(f"Momentum DeltaNet models in vLLM: {'; '.join(reasons)}")
         if vllm_config.model_config.is_hybrid:
             super().verify_and_update_config(vllm_config)
 

@@ -57,10 +57,10 @@ class ServedRecurrence(ServedMixer, MambaBase):
     # ---------------------------------------------------------------- what vLLM asks
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(state.shape for state in self.states.all)
+        return self.states.shapes
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        return tuple(state.dtype for state in self.states.all if state.dtype is not None)
+        return self.states.dtypes
 
     @property
     def mamba_type(self) -> Any:

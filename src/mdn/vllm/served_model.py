@@ -24,7 +24,7 @@ from mdn.vllm.states import LayerStates, recurrent_states
 
 def served_block(layer_idx: int, states: LayerStates, vllm_config: VllmConfig, name: str) -> MomentumDeltaNetBlock:
     """A block whose token mixing goes through vLLM; its weights are still to be loaded."""
-    device = torch.empty(0).device
+    device = torch.get_default_device()  # vLLM sets it
     with torch.device("meta"):  # initial values would be thrown away, and some need float32
         block = MomentumDeltaNetBlock(vllm_config.model_config.hf_config, layer_idx)
     block.to_empty(device=device)
@@ -47,7 +47,7 @@ class ServedModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         config: MomentumDeltaNetConfig = vllm_config.model_config.hf_config
-        states = recurrent_states(config, vllm_config.model_config.dtype)
+        states = _states(vllm_config)
         self.embeddings = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             served_block(i, states, vllm_config, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
@@ -109,11 +109,11 @@ class ServedForCausalLM(ServedTransformer, HasInnerState, IsHybrid, SupportsMamb
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        return tuple(state.shape for state in _states(vllm_config).all)
+        return _states(vllm_config).shapes
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        return tuple(state.dtype for state in _states(vllm_config).all if state.dtype is not None)
+        return _states(vllm_config).dtypes
 
     def get_mamba_state_copy_funcs(self, mamba_types: set[Any]) -> dict[Any, tuple[Any, ...]]:
         """A cached prefix is continued on a copy of its page: every state is copied whole."""

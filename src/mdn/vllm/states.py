@@ -31,6 +31,14 @@ class LayerStates(NamedTuple):
         """In the order in which they lie in a page."""
         return (*self.conv, *self.recurrent)
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(state.shape for state in self.all)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple(state.dtype for state in self.all if state.dtype is not None)
+
 
 @torch.no_grad()
 def recurrent_states(config: MomentumDeltaNetConfig, dtype: torch.dtype) -> LayerStates:
@@ -57,9 +65,10 @@ def _shapes(states: dict[int, Tensor | None]) -> tuple[StateShape, ...]:
 
 
 class PagedState(LayerState):
-    """The states of one layer for some requests of a step; request b owns page ``slots[b]``.
+    """The states of one layer for some requests of a step; request b owns page ``slots[b]`` (int64 ``[B]``).
 
-    ``pages``: one tensor ``[pages, ...]`` per state, in the order of ``LayerStates.all``.
+    ``pages``: one tensor ``[pages, *shape]`` per state, in the order of ``LayerStates.all``, whose first
+    ``convolutions`` belong to convolutions.
     """
 
     slots: Tensor
@@ -114,7 +123,7 @@ class PrefillState(PagedState):
         self._write(self._recurrent_pages(number), state)
 
     def _initial(self, pages: Tensor) -> Tensor:
-        """A copy of the requests' states; zeros for a new request, whose page still holds what somebody left there."""
+        """A copy ``[B, *shape]`` of the requests' states; zeros for a new one, whose page holds what another left."""
         new = ~self.resumed.view(-1, *[1] * (pages.dim() - 1))
         return pages.index_select(0, self.slots).masked_fill_(new, 0)
 
