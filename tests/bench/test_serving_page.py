@@ -35,8 +35,8 @@ def made_up_record() -> dict:
         ]
     machine = {"processor": "a processor", "threads": 2, "load_before": 0.1}
     parameters = dict.fromkeys(MODELS, 1000)
-    size = vars(ServingSize())
-    return {"size": size, "machine": machine, "rounds": 3, "parameters": parameters, "rows": rows, "memory": memory}
+    conditions = {"vllm": "0.32.0", "size": vars(ServingSize()), "machine": machine, "rounds": 3}
+    return {**conditions, "parameters": parameters, "rows": rows, "memory": memory}
 
 
 def test_the_page_has_speeds_as_ratios_latencies_and_memory():

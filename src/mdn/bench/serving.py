@@ -22,6 +22,7 @@ from mdn.bench.timing import machine
 from mdn.common.plots import COLOURS, MIXER_COLOURS, doubling_axis, figure, legend_outside, plain_log_axis
 from mdn.common.results import Table
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
+from mdn.training.build import count_parameters
 
 REFERENCE = "momentum_deltanet"
 HYBRID = "hybrid (3 momentum_deltanet, 1 attention)"
@@ -142,15 +143,14 @@ def bench(models: list[str], batches: list[int], contexts: list[int], size: Serv
         for name, engine in engines.items()
         for context in contexts
     ]
-    from mdn.training.build import count_parameters
+    import vllm
 
-    parameters = {name: count_parameters(config) for name, config in configs.items()}
-    shape = dataclasses.asdict(size)
     return {
-        "size": shape,
+        "vllm": vllm.__version__,
+        "size": dataclasses.asdict(size),
         "machine": facts,
         "rounds": rounds,
-        "parameters": parameters,
+        "parameters": {name: count_parameters(config) for name, config in configs.items()},
         "rows": rows,
         "memory": memory,
     }

@@ -30,7 +30,7 @@ def conditions(content: dict[str, Any]) -> str:
     lines = [
         f"{size['layers']} layers, hidden size {size['hidden_size']}, {min(parameters.values()):,} to "
         f"{max(parameters.values()):,} parameters,",
-        f"prompts of {size['prompt']} and answers of {size['answer']} tokens, float32,",
+        f"prompts of {size['prompt']} and answers of {size['answer']} tokens, float32, vLLM {content['vllm']},",
         f"{machine['threads']} threads of {machine['processor']},",
         f"least time of {content['rounds']} rounds, load {machine['load_before']:.1f} before "
         "(`benchmarks/results/serve.json`):",
