@@ -22,6 +22,7 @@ import torch.multiprocessing as processes
 
 from mdn import ops
 from mdn.bench.timing import interleaved
+from mdn.common.spawning import told_of_missing_guards
 from mdn.layers import MIXERS, Mixer
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.parallel import ContextParallelPlan
@@ -175,7 +176,8 @@ def _spawn(function: Callable[[int, int, str, BenchSize], Any], ranks: int, size
     """What ``function`` returns on the last of ``ranks`` processes of one thread."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = function, ranks, folder, asdict(size)
-        processes.start_processes(_on_rank, arguments, nprocs=ranks, start_method="spawn")
+        with told_of_missing_guards():
+            processes.start_processes(_on_rank, arguments, nprocs=ranks, start_method="spawn")
         return json.loads((Path(folder) / "result.json").read_text())
 
 

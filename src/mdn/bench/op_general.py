@@ -7,7 +7,6 @@ backward in float32, interleaved; every form is first checked against its recurr
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from mdn import ops
 from mdn.bench.op_peers import RuleShape
 from mdn.bench.timing import interleaved, machine
 from mdn.common.results import Table
+from mdn.common.spawning import spawned_pool
 from mdn.ops.backends import why_not
 
 SHAPE = RuleShape(1, 2048, 4, 64, 64)
@@ -128,8 +128,8 @@ def check_correct(form: Form) -> float:
 
 def peak_bytes(name: str, shape: RuleShape) -> int | None:
     """How much one training step adds to the resident memory of a fresh process at its peak; None outside Linux."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_grown_by_a_step, (name, shape))
+    with spawned_pool(1) as pool:
+        return pool.submit(_grown_by_a_step, name, shape).result()
 
 
 def _grown_by_a_step(name: str, shape: RuleShape) -> int | None:

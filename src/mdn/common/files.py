@@ -14,6 +14,7 @@ from typing import IO, Any
 import yaml
 
 from mdn.common.errors import one_line
+from mdn.common.spawning import end_if_importing
 
 try:
     import fcntl
@@ -159,6 +160,7 @@ _locks_of_this_process: dict[Path, IO[str]] = {}
 
 def lock_for_life(path: Path) -> bool:
     """Take a lock that this process keeps until it ends, however it ends; False if another process has it."""
+    end_if_importing()
     path = path.resolve()
     if path in _locks_of_this_process:
         return True
@@ -175,6 +177,7 @@ def lock_for_life(path: Path) -> bool:
 @contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
     """Only one process at a time is inside; the lock goes away with its process, however that ends."""
+    end_if_importing()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:  # closing the file releases the lock
         _lock(file, wait=True)

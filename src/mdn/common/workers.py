@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 import torch
 
 from mdn.common import progress
 from mdn.common.hardware import available_cores
+from mdn.common.spawning import spawned_pool
 
 Result = TypeVar("Result")
 
@@ -27,27 +27,19 @@ def processes_from(requested: int | None) -> int:
 
 def completed(job: Callable[..., Result], jobs: Iterable[tuple[Any, ...]], processes: int) -> Iterator[Result]:
     """``job(*arguments)`` of all jobs, as they are done. An exception or Ctrl-C here ends the running ones too."""
-    with _pool(processes) as pool:
-        running: set[Future[Result]] = {pool.submit(job, *arguments) for arguments in jobs}
-        while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
-
-
-@contextmanager
-def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Spawned workers: forking a process that holds torch's threads is not safe."""
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_begin_worker)
-    try:
-        yield pool
-    except BaseException:
-        for worker in list((pool._processes or {}).values()):
-            worker.kill()  # a job that trains would treat SIGTERM as a request to save, and then wait for more work
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    with spawned_pool(processes, _begin_worker) as pool:
+        try:
+            running: set[Future[Result]] = {pool.submit(job, *arguments) for arguments in jobs}
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
+        except BrokenProcessPool:
+            raise
+        except BaseException:
+            for worker in list((pool._processes or {}).values()):
+                worker.kill()  # a job that trains would treat SIGTERM as a request to save, and then wait for more work
+            raise
 
 
 def _begin_worker() -> None:

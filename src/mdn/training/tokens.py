@@ -20,8 +20,8 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context, parent_process
+from concurrent.futures import Future
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import numpy as np
 from mdn.common.files import exclusive_lock, read_json, write_atomically
 from mdn.common.hardware import available_cores
 from mdn.common.progress import progress
+from mdn.common.spawning import spawned_pool
 from mdn.training.corpus import Corpus, Document, split_documents
 from mdn.training.recipe import DataSettings
 from mdn.training.tokenizer import Encoder
@@ -225,21 +226,15 @@ def _encode_all(
         for name, batch, consumed in numbered:
             yield name, _encode_shard(directory, name, batch, consumed)
         return
-    spawn = get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_process, initargs=(tokenizer,))
-    with pool:
+    with spawned_pool(workers, _start_process, (tokenizer,)) as pool:
         waiting: deque[tuple[str, Future[int]]] = deque()
-        try:
-            for name, batch, consumed in numbered:
-                waiting.append((name, pool.submit(_encode_shard, directory, name, batch, consumed)))
-                if len(waiting) > 2 * workers:  # bounds the text held in memory
-                    done, future = waiting.popleft()
-                    yield done, future.result()
-            for done, future in waiting:
+        for name, batch, consumed in numbered:
+            waiting.append((name, pool.submit(_encode_shard, directory, name, batch, consumed)))
+            if len(waiting) > 2 * workers:  # bounds the text held in memory
+                done, future = waiting.popleft()
                 yield done, future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for done, future in waiting:
+            yield done, future.result()
 
 
 _encoder: Encoder | None = None
