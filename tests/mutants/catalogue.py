@@ -357,8 +357,8 @@ MUTANTS = (
         "torch",
         "vector decay: rwkv7 drops what its erase key finds inside the chunk",
         VECTOR,
-        "from_q[..., 0, :, :] @ v + from_q[..., 1, :, :] @ found",
-        "from_q[..., 0, :, :] @ v",
+        "o = o + qe[0] @ probed",
+        "o = o + 0 * qe[0] @ probed",
     ),
     Mutant(
         "torch",

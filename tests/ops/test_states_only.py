@@ -8,6 +8,9 @@ import torch
 from definition import make_inputs
 from mdn.ops import backends
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.first_order import scalar_rules, vector_rules
+from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors
+from mdn.ops.first_order.rule import Rule, SharedArguments
 from mdn.ops.momentum.interface import ForwardResult, RuleOptions, RuleTensors
 
 BOUNDARIES = SequenceBoundaries.from_lengths([37, 0, 1, 27])
@@ -30,6 +33,35 @@ def run(backend: str, tensors: RuleTensors, outputs: bool) -> ForwardResult:
 def test_states_without_outputs_are_those_of_the_whole_pass(rule: str, backend: str, damaged: bool) -> None:
     tensors = tensors_of(rule, damaged)
     whole, states = run(backend, tensors, outputs=True), run(backend, tensors, outputs=False)
+    assert states.o.numel() == 0
+    torch.testing.assert_close(states.final_state, whole.final_state, rtol=0, atol=0, equal_nan=True)
+    assert bool(whole.final_state.isnan().any()) == damaged
+
+
+FIRST_ORDER = (
+    scalar_rules.SIMPLE_GLA,
+    scalar_rules.GATED_DELTA_RULE,
+    scalar_rules.COMBA,
+    vector_rules.GLA,
+    vector_rules.KDA,
+    vector_rules.RWKV7,
+)
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["finite", "with a NaN"])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("rule", FIRST_ORDER, ids=lambda rule: rule.name)
+def test_first_order_states_without_outputs(rule: Rule, backend: str, damaged: bool) -> None:
+    inputs = make_inputs(rule.name, 1, 65, 2, 4, 16, 24, N=4)
+    if damaged:
+        inputs["v"][0, 40, 1, 3] = float("nan")
+    tensors = FirstOrderTensors(**{field: inputs[name] for field, name in rule.arguments.items()})
+
+    def run(outputs: bool) -> FirstOrderOutput:
+        shared = SharedArguments(None, inputs["initial_state"], True, BOUNDARIES, outputs=outputs)
+        return rule.chunk(tensors, shared, 32, backend, {})
+
+    whole, states = run(True), run(False)
     assert states.o.numel() == 0
     torch.testing.assert_close(states.final_state, whole.final_state, rtol=0, atol=0, equal_nan=True)
     assert bool(whole.final_state.isnan().any()) == damaged

@@ -3,8 +3,9 @@
     TRITON_INTERPRET=1 PYTHONPATH=tests python tests/ops/triton/cases.py GROUP ...
 
 What every backend has to compute is in tests/ops/test_conformance.py; here is what the kernels do with keys that come
-again, and with slots that do not exist. It is a script because the interpreter has to be switched on before Triton is
-imported anywhere in the process. Errors are the largest absolute difference divided by the largest absolute value.
+again, with slots that do not exist, and in calls without outputs. It is a script because the interpreter has to be
+switched on before Triton is imported anywhere in the process. Errors are the largest absolute difference divided by
+the largest absolute value.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import mdn.ops.triton as kernels
 from definition import converted, leaves, make_inputs, momentum_delta_rule, relative_error, run_with_gradients
 from mdn.bench.gpu.interpreter import repair
 from mdn.ops import chunk_momentum_delta_rule, momentum_delta_step
+from mdn.ops.momentum.interface import RuleOptions, RuleTensors
 from mdn.ops.triton.host import intercept_launches, run_launch
 
 
@@ -137,7 +139,18 @@ def absent_slots():
         )
 
 
-GROUPS = (strong_coupling, rounded_inverse, repeated_key, absent_slots)
+def states_only():
+    """A call that needs no outputs has the same final states, bit by bit, also behind a token that is not finite."""
+    for kind, damage in (("finite", 0.0), ("with a NaN", float("nan"))):
+        inputs = make_inputs(B=1, T=40, H=1, HV=2, K=16, V=24, N=1)
+        inputs["v"][0, 20, 1, 3] += damage
+        tensors = RuleTensors(**{"p": None} | inputs)
+        whole, states = (kernels.forward(tensors, None, RuleOptions(0.25, 16, outputs=x), False) for x in (True, False))
+        same = torch.equal(whole.final_state.nan_to_num(7.0), states.final_state.nan_to_num(7.0))
+        yield kind, {"states": float(not same), "outputs": states.o.numel()}
+
+
+GROUPS = (strong_coupling, rounded_inverse, repeated_key, absent_slots, states_only)
 
 if __name__ == "__main__":
     assert kernels.why_unavailable("cpu") is None

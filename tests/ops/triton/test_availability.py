@@ -174,6 +174,21 @@ def test_the_scans_compile_for_float16_on_hopper():
     assert compiling_process(code) == ["forward_states", "backward_states"]
 
 
+def test_the_forward_scan_takes_fewer_instructions_without_outputs():
+    """As inside context parallelism, where a summary needs the states only."""
+    code = (
+        "import json\n"
+        "from dataclasses import replace\n"
+        "from mdn.bench.gpu.compiling import compile_launch\n"
+        "from mdn.bench.kernels import Variant, record_launches\n"
+        "scan = record_launches(Variant(key_dim=64, value_dim=64), 'sm_90')['forward'][-1]\n"
+        "states = replace(scan, arguments=scan.arguments | {'o': None, 'residual': None})\n"
+        "print(json.dumps([compile_launch(launch, 'sm_90').instructions for launch in (scan, states)]))\n"
+    )
+    whole, states = compiling_process(code)
+    assert states < 0.8 * whole
+
+
 @pytest.mark.slow
 def test_every_kernel_compiles_for_ampere_as_launched_and_hardly_spills():
     rows = compiled("sm_80", 128)

@@ -1,4 +1,4 @@
-"""What the kernels lose with keys that come again, and slots that do not exist, under the interpreter (cases.py).
+"""Keys that come again, slots that do not exist, and calls without outputs, under the interpreter (cases.py).
 
 The rest of what they compute: test_conformance.py.
 """
@@ -16,7 +16,9 @@ FLOAT64_TOLERANCE = 1e-12
 @pytest.fixture(scope="module")
 def results():
     """One process for all groups: starting Triton costs more than a small case."""
-    return run_interpreted("cases.py", "strong_coupling", "rounded_inverse", "repeated_key", "absent_slots")
+    return run_interpreted(
+        "cases.py", "strong_coupling", "rounded_inverse", "repeated_key", "absent_slots", "states_only"
+    )
 
 
 def assert_all_below(cases, tolerance):
@@ -44,3 +46,7 @@ def test_one_repeated_key_and_hardly_damped_gates_lose_no_more_than_substitution
 
 def test_rows_whose_slot_does_not_exist_give_zeros_and_change_nothing(results):
     assert_all_below(results["absent_slots"], FLOAT32_TOLERANCE)
+
+
+def test_states_without_outputs_are_those_of_the_whole_pass(results):
+    assert_all_below(results["states_only"], 0.0)

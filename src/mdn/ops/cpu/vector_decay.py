@@ -41,12 +41,16 @@ class VectorOutput(NamedTuple):
     kept"""
 
 
-def forward(tensors: VectorTensors, boundaries: SequenceBoundaries | None, save: bool) -> VectorOutput:
+def forward(
+    tensors: VectorTensors, boundaries: SequenceBoundaries | None, save: bool, outputs: bool = True
+) -> VectorOutput:
+    """``outputs`` False: only the final states; o is empty."""
     problem, offsets = _problem(tensors, boundaries)
     saves = save and tensors.p is not None
-    o, final = torch.empty_like(tensors.v), torch.empty_like(tensors.initial)
+    o = torch.empty_like(tensors.v) if outputs else tensors.v.new_empty(0)
+    final = torch.empty_like(tensors.initial)
     solved = torch.empty_like(tensors.v) if saves else tensors.v.new_empty(0)
-    problem.o, problem.final = o.data_ptr(), final.data_ptr()
+    problem.o, problem.final = o.data_ptr() if outputs else None, final.data_ptr()
     if saves:
         problem.solved = solved.data_ptr()
     call("mdn_vector_forward", problem)

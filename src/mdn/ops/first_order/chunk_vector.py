@@ -38,41 +38,54 @@ from mdn.ops.shared_checks import without_autocast
 
 
 def chunk_vector_decay(
-    x: PreparedTensors, initial_state: Tensor, boundaries: SequenceBoundaries | None, chunk_size: int
+    x: PreparedTensors,
+    initial_state: Tensor,
+    boundaries: SequenceBoundaries | None,
+    chunk_size: int,
+    outputs: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs ``[B, T, HV, V]`` and final states ``[N, HV, K, V]``, in the dtype of the computation."""
+    """Outputs ``[B, T, HV, V]`` (if needed) and final states ``[N, HV, K, V]``, in the dtype of the computation."""
     scan = chunk_scan(x.v, boundaries, chunk_size)
     S0 = scan.rank_states(initial_state)
     with without_autocast(x.v):
         q, k, v, log_alpha = (scan.split(y) for y in (x.q, x.k, x.v, x.log_alpha))
         if x.beta is not None:
             k = scan.split(x.beta).unsqueeze(-1) * k
+        p, e = (None if y is None else scan.split(y) for y in (x.p, x.erase_key))
         abar, to_end = chunk_decays(log_alpha)
         whole = abar[..., -1, :].unsqueeze(-1)  # [..., K, 1]
-        if x.p is None:
-            added = (k * to_end).transpose(-1, -2) @ v
-            starts, _, final = state_scan(whole, S0, scan.rounds, added=added)
-            inside = decayed_products(q.unsqueeze(-3), k.unsqueeze(-3), log_alpha)[..., 0, 0, :, :] @ v
-        else:
-            p = scan.split(x.p)
+        late = [q] if outputs else []
+        if p is not None:
             # p_t probes the state before token t decays it, so its decays end at t - 1.
-            late = torch.stack([q, F.pad(p[..., 1:, :], (0, 0, 0, 1))], -3)
+            late.append(F.pad(p[..., 1:, :], (0, 0, 0, 1)))
+        early = [k] if e is None else [k, e]
+        # Of q (if outputs are needed), then of p, each [..., N, C, C] with k and then with e.
+        products = decayed_products(_stacked(late), _stacked(early), log_alpha).unbind(-4) if late else ()
+        written, probed = v, None
+        if p is None:
+            starts, _, final = state_scan(whole, S0, scan.rounds, added=(k * to_end).transpose(-1, -2) @ v)
+        else:
             probes = p * one_row_down(abar, first=1.0)
-            if x.erase_key is None:
-                qk, pk = decayed_products(late, k.unsqueeze(-3), log_alpha).squeeze(-3).unbind(-3)
-                values, probes = solve_unit_lower(one_row_down(pk), v, probes)  # (33): KDA
-                starts, residual, final = state_scan(whole, S0, scan.rounds, values, probes, k * to_end)
-                inside = qk @ residual  # (34)
+            pk, *pe = one_row_down(products[-1]).unbind(-3)
+            if e is None:
+                values, probes = solve_unit_lower(pk, v, probes)  # (33): KDA
+                starts, written, final = state_scan(whole, S0, scan.rounds, values, probes, k * to_end)
             else:
-                e = scan.split(x.erase_key)
-                of_q, of_p = decayed_products(late, torch.stack([k, e], -3), log_alpha).unbind(-4)
-                (qk, qe), (pk, pe) = of_q.unbind(-3), one_row_down(of_p).unbind(-3)
-                values, probes = solve_unit_lower(-pe, pk @ v, -probes)  # (33): RWKV-7
+                values, probes = solve_unit_lower(-pe[0], pk @ v, -probes)  # (33): RWKV-7
                 added = (k * to_end).transpose(-1, -2) @ v
                 starts, probed, final = state_scan(whole, S0, scan.rounds, values, probes, e * to_end, added)
-                inside = qk @ v + qe @ probed  # (34)
-        o = (q * abar) @ starts + inside
+        if not outputs:
+            return v.new_empty(0), scan.unrank_states(final)
+        qk, *qe = products[0].unbind(-3)
+        o = (q * abar) @ starts + qk @ written  # (34)
+        if probed is not None:
+            o = o + qe[0] @ probed
     return scan.join(o), scan.unrank_states(final)
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    """``[..., M, C, K]``; a view if there is only one."""
+    return torch.stack(rows, -3) if len(rows) > 1 else rows[0].unsqueeze(-3)
 
 
 def chunk_decays(log_alpha: Tensor) -> tuple[Tensor, Tensor]:

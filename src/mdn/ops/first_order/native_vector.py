@@ -16,13 +16,13 @@ from mdn.ops.shared_checks import without_autocast
 
 
 def native_vector_decay(
-    x: PreparedTensors, initial_state: Tensor, boundaries: SequenceBoundaries | None
+    x: PreparedTensors, initial_state: Tensor, boundaries: SequenceBoundaries | None, outputs: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Outputs ``[B, T, HV, V]`` and final states ``[N, HV, K, V]``, float32."""
+    """Outputs ``[B, T, HV, V]`` (if needed) and final states ``[N, HV, K, V]``, float32."""
     with without_autocast(x.v):
         tensors = _kernel_tensors(x, initial_state.contiguous())
         kernel: Any = _NativeVectorDecay.apply
-        o, final = kernel(boundaries, *tensors)
+        o, final = kernel(boundaries, outputs, *tensors)
     return o, final
 
 
@@ -41,9 +41,9 @@ def _kernel_tensors(x: PreparedTensors, state: Tensor) -> VectorTensors:
 
 class _NativeVectorDecay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, boundaries: SequenceBoundaries | None, *given: Tensor | None) -> Any:
+    def forward(ctx: Any, boundaries: SequenceBoundaries | None, outputs: bool, *given: Tensor | None) -> Any:
         tensors, save = VectorTensors(*given), any(ctx.needs_input_grad)  # type: ignore[arg-type]
-        output = vector_decay.forward(tensors, boundaries, save)
+        output = vector_decay.forward(tensors, boundaries, save, outputs)
         if save:
             ctx.boundaries = boundaries
             ctx.save_for_backward(*tensors, output.solved)
@@ -55,4 +55,4 @@ class _NativeVectorDecay(torch.autograd.Function):
         *given, solved = ctx.saved_tensors
         tensors = VectorTensors(*given)
         gradients = vector_decay.backward(grad_o.contiguous(), grad_final.contiguous(), tensors, solved, ctx.boundaries)
-        return None, *gradients
+        return None, None, *gradients

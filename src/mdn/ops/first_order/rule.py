@@ -108,9 +108,9 @@ class Rule:
         def compute(given: FirstOrderTensors) -> Computed:
             prepared = self._prepare(given, scale, shared.use_qk_l2norm_in_kernel)
             if chosen == "cpu":
-                return native_vector_decay(prepared, initial, boundaries)
+                return native_vector_decay(prepared, initial, boundaries, shared.outputs)
             if self.vector:
-                return chunk_vector_decay(prepared, initial, boundaries, chunk_size)
+                return chunk_vector_decay(prepared, initial, boundaries, chunk_size, shared.outputs)
             return chunk_scalar_decay(prepared, initial, boundaries, chunk_size, shared.outputs)
 
         return _finish(contain_damage(compute, tensors, boundaries), tensors.v, shared)

@@ -241,11 +241,11 @@ def forward(
     refuse_unsupported(q, v, options.chunk_size)
     current = Pass(tensors, boundaries, options)
     current.prepare(backward=False)
-    o = current.empty(*v.shape, dtype=v.dtype)
+    o = current.empty(*(v.shape if options.outputs else (0,)), dtype=v.dtype)
     residual = current.empty(*(v.shape if save_residual else (0,)), dtype=v.dtype)
     state_shape = (2, current.sequences, current.value_heads, current.key_dim, current.value_dim)
     final_state = current.empty(*state_shape, dtype=current.compute_dtype)
-    current.add(o=o, residual=residual if save_residual else None, final_state=final_state)
+    current.add(o=o if options.outputs else None, residual=residual if save_residual else None, final_state=final_state)
     current.start_per_sequence(forward_states_kernel)
     return ForwardResult(o, final_state, residual)
 

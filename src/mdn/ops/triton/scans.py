@@ -184,8 +184,9 @@ def forward_turn(
     if CONTAIN:
         clean = rows_before_damage(target)
         target = tl.where(clean, target, 0.0)
-    of_S, of_M = split_columns(product(turn.q, operand, arithmetic))
-    out = turn.query_S * of_S - turn.query_M * of_M
+    if o is not None:
+        of_S, of_M = split_columns(product(turn.q, operand, arithmetic))
+        out = turn.query_S * of_S - turn.query_M * of_M
     R = product(turn.inverse, target, arithmetic)
     if erase is not None:
         # A stored inverse loses digits that substitution keeps; one step of refinement brings them back.
@@ -203,13 +204,14 @@ def forward_turn(
     written = join_operand(turn.write_S * wide, -turn.write_M * wide, arithmetic)  # [C, 2 BV]
     X = join_columns(turn.abar * S - turn.b * M, turn.mbar * M)
     X = add_product(X, tl.trans(turn.k), written, arithmetic)
-    out = add_product(out, turn.attend, R.to(arithmetic.OPERAND), arithmetic)  # (7)
-    if CONTAIN:
-        R = wide
-        out = tl.where(clean, out, float("nan"))
+    if o is not None:
+        out = add_product(out, turn.attend, R.to(arithmetic.OPERAND), arithmetic)  # (7)
+        if CONTAIN:
+            out = tl.where(clean, out, float("nan"))
     if residual is not None:
-        store_values(residual, R, chunk, scan.head, scan.column, shape)
-    store_values(o, out, chunk, scan.head, scan.column, shape)
+        store_values(residual, wide if CONTAIN else R, chunk, scan.head, scan.column, shape)
+    if o is not None:
+        store_values(o, out, chunk, scan.head, scan.column, shape)
     return X
 
 
@@ -224,7 +226,7 @@ def forward_states_kernel(
     inverse,  # [slots, C, C] COMPUTE
     vectors,  # [slots, VECTORS, C] COMPUTE
     initial_state,  # [2, N, HV, K, V], or None: zeros
-    o,  # [tokens, HV, V]
+    o,  # [tokens, HV, V], or None: only the states
     residual,  # [tokens, HV, V], or None
     final_state,  # [2, N, HV, K, V]
     cu_seqlens,  # [sequences + 1]

@@ -259,7 +259,9 @@ MDN_FLATTEN void retreat(const Unit& unit, BackwardWorkspace& ws, long column) {
 void backward_chunk(const Unit& unit, BackwardWorkspace& ws, long chunk) {
     const MdnVectorDecay& problem = unit.problem;
     TokenVectors& vectors = ws.vectors;
-    vectors.load_all(unit, chunk);
+    vectors.load_writes(unit, chunk);
+    vectors.load_probes(unit, chunk);
+    vectors.load_queries(unit, chunk);
     transpose(ws.q_bar_T, vectors.q_bar, C, unit.K);
     transpose(ws.qk_T, vectors.qk, C, C);
     if (problem.p != nullptr) {

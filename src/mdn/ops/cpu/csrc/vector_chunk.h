@@ -127,16 +127,19 @@ struct TokenVectors {
         transpose(e_bar_T, e_bar, C, unit.K);
     }
 
-    void load_all(const Unit& unit, long chunk) {
-        const MdnVectorDecay& problem = unit.problem;
-        load_writes(unit, chunk);
-        unit.load_keys(q, problem.q, chunk);
-        scale(q_bar, q, abar.from(1, 0), unit.K);
-        for (long i = 0; i < C; ++i) find_products(unit, q.row(i), i, i, qk, qe, 1);
-        if (problem.p == nullptr) return;
-        unit.load_keys(p, problem.p, chunk);
+    // What the errors need, after load_writes.
+    void load_probes(const Unit& unit, long chunk) {
+        if (unit.problem.p == nullptr) return;
+        unit.load_keys(p, unit.problem.p, chunk);
         scale(p_bar, p, abar, unit.K);
         for (long i = 0; i < C; ++i) find_products(unit, p.row(i), i, i - 1, pk, pe, -1);
+    }
+
+    // What the outputs need, after load_writes.
+    void load_queries(const Unit& unit, long chunk) {
+        unit.load_keys(q, unit.problem.q, chunk);
+        scale(q_bar, q, abar.from(1, 0), unit.K);
+        for (long i = 0; i < C; ++i) find_products(unit, q.row(i), i, i, qk, qe, 1);
     }
 
     static void scale(const Matrix to, const Matrix x, const Matrix factor, long K) {

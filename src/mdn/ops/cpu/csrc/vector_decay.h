@@ -21,7 +21,7 @@ struct MdnVectorDecay {
     const float *q, *k, *p, *e, *log_alpha;  // [T, H, K]; p and e may be null
     const float* v;                          // [T, H, V]
     const float* initial;                    // [N, H, K, V] or null: zeros
-    float* o;                                // [T, H, V]
+    float* o;                                // [T, H, V] or null: only the states
     float* solved;                           // [T, H, V]: v - probed, or with e probed; null: not kept (or without p)
     float* final;                            // [N, H, K, V]
     const float *grad_o, *grad_final;        // backward: [T, H, V]; [N, H, K, V] or null

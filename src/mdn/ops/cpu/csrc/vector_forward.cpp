@@ -39,13 +39,15 @@ MDN_FLATTEN void forward_panel(const Unit& unit, ForwardWorkspace& ws, long chun
     }
     if (has_p && problem.solved != nullptr) unit.store_values(problem.solved, chunk, column, solved);
     const Matrix written = has_p && !has_e ? solved : values;
-    multiply_lower(out, vectors.qk, written, C);  // (34)
-    if (has_e) multiply_lower(more, vectors.qe, solved, C);
-    multiply(vectors.q_bar, S, C, unit.K, [&](long i, const Vector& sum) {
-        const Vector inside = has_e ? load(out.row(i)) + load(more.row(i)) : load(out.row(i));
-        store(out.row(i), inside + sum);
-    });
-    unit.store_values(problem.o, chunk, column, out);
+    if (problem.o != nullptr) {
+        multiply_lower(out, vectors.qk, written, C);  // (34)
+        if (has_e) multiply_lower(more, vectors.qe, solved, C);
+        multiply(vectors.q_bar, S, C, unit.K, [&](long i, const Vector& sum) {
+            const Vector inside = has_e ? load(out.row(i)) + load(more.row(i)) : load(out.row(i));
+            store(out.row(i), inside + sum);
+        });
+        unit.store_values(problem.o, chunk, column, out);
+    }
     advance(unit, vectors, S, S, written, solved);
 }
 
@@ -57,7 +59,9 @@ void forward_unit(const void* context, long index) {
         fill_zeros(ws.vectors.pe, C);
         unit.load_state(ws.S, problem.initial);
         for (long chunk = 0; chunk < unit.chunks(); ++chunk) {
-            ws.vectors.load_all(unit, chunk);
+            ws.vectors.load_writes(unit, chunk);
+            ws.vectors.load_probes(unit, chunk);
+            if (problem.o != nullptr) ws.vectors.load_queries(unit, chunk);
             for (long column = 0; column < problem.value_dim; column += kWidth) forward_panel(unit, ws, chunk, column);
         }
         unit.store_state(problem.final, ws.S);
