@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -95,49 +96,105 @@ def over_ranges(
     """Outputs of this rank's tokens and, if requested, the states ``[N, HV, rows, V]`` after all documents, which every
     rank gets. ``initial``: the states before all documents, the same on every rank."""
     starts = None if initial is None else plan.initial_of_pieces(initial)
+    call = _LocalCall(rule, tensors, rows, plan, starts)
     with active_plan(None):
         if not plan.is_connected:
-            o, X = rule(tensors, starts, plan.boundaries, True)
+            o, X = call.whole(starts)
+        elif not plan.continuing:
+            o, X = _first_of_all(call)
         else:
-            o, X = _connected(rule, tensors, rows, plan, starts)
+            o, X = _after_others(call)
     return o, plan.final_of_documents(X, initial) if output_final else None
 
 
-def _connected(
-    rule: RangeRule, tensors: TokenTensors, rows: int, plan: ContextParallelPlan, starts: Tensor | None
-) -> RangeOutput:
-    continuing = [i for i, piece in enumerate(plan.pieces) if piece.continues]
-    v = tensors["v"]
-    assert v is not None
-    if not continuing:  # every document here begins here: the ordinary pass is the summary
-        o, X = rule(tensors, starts, plan.boundaries, True)
-        nothing = X.new_zeros(plan.slots, X.shape[1], rows, rows)
-        exchanged = plan.exchange(X.detach()[plan.last_pieces], nothing)
-        return RangeOutput(*_Border.apply(o, X, None, None, exchanged, plan))  # type: ignore[no-untyped-call]
-    slots = [slot for slot, number in enumerate(plan.own_ranges) if plan.continues[number]]
-    transits = [plan.transits[plan.own_ranges[slot]] for slot in slots]
-    given = (*tensors.values(), starts)
-    has_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    chosen = [place for place in range(len(slots)) if has_backward or transits[place]]
+@dataclass(frozen=True)
+class _LocalCall:
+    """A rule on this rank's tokens, or on some of its pieces."""
+
+    rule: RangeRule
+    tensors: TokenTensors
+    rows: int
+    plan: ContextParallelPlan
+    starts: Tensor | None
+    """[pieces, HV, rows, V]: what the pieces start from, zeros where it comes from another range; None: zeros"""
+
+    @property
+    def v(self) -> Tensor:
+        v = self.tensors["v"]
+        assert v is not None
+        return v
+
+    @property
+    def needs_backward(self) -> bool:
+        given = (*self.tensors.values(), self.starts)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+
+    def zeros(self, count: int, columns: int) -> Tensor:
+        """States ``[count, HV, rows, columns]`` in the dtype of the computation."""
+        dtype = torch.float64 if self.v.dtype == torch.float64 else torch.float32
+        return self.v.new_zeros(count, self.v.shape[2], self.rows, columns, dtype=dtype)
+
+    def whole(self, starts: Tensor | None) -> RangeOutput:
+        return self.rule(self.tensors, starts, self.plan.boundaries, True)
+
+    def outgoing(self) -> Tensor:
+        """E ``[slots, HV, rows, V]``: the states that this rank's ranges pass on, if nothing came in."""
+        E = self.zeros(self.plan.slots, self.v.shape[3])
+        numbers = {slot: n for slot, n in enumerate(self.plan.last_pieces) if self.plan.pieces[n].goes_on}
+        if numbers:
+            pieces = list(numbers.values())
+            starts = None if self.starts is None else self.starts[pieces]
+            E[list(numbers)] = self._on_pieces(self.tensors, pieces, starts, outputs=False).X
+        return E
+
+    def response(self, pieces: list[int], outputs: bool) -> RangeOutput:
+        """C ``[1, T', HV, rows]`` (if needed) and A ``[n, HV, rows, rows]`` of some pieces."""
+        zero_values = self.v.new_zeros(*self.v.shape[:3], self.rows)
+        starts = self.zeros(len(pieces), self.rows)
+        starts.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        return self._on_pieces({**self.tensors, "v": zero_values}, pieces, starts, outputs)
+
+    def _on_pieces(
+        self, tensors: TokenTensors, numbers: list[int], starts: Tensor | None, outputs: bool
+    ) -> RangeOutput:
+        pieces = [self.plan.pieces[n] for n in numbers]
+        if len(pieces) < len(self.plan.pieces):
+            places = [torch.arange(piece.start, piece.end, device=self.v.device) for piece in pieces]
+            tokens = torch.cat(places)
+            tensors = {name: None if x is None else x.index_select(1, tokens) for name, x in tensors.items()}
+        lengths = [piece.end - piece.start for piece in pieces]
+        return self.rule(tensors, starts, SequenceBoundaries.from_lengths(lengths, self.v.device), outputs)
+
+
+def _first_of_all(call: _LocalCall) -> RangeOutput:
+    """Every document here begins here: the ordinary pass is the summary."""
+    plan = call.plan
+    o, X = call.whole(call.starts)
+    exchanged = plan.exchange(X.detach()[plan.last_pieces], call.zeros(plan.slots, call.rows))
+    return RangeOutput(*_Border.apply(o, X, None, None, exchanged, plan))  # type: ignore[no-untyped-call]
+
+
+def _after_others(call: _LocalCall) -> RangeOutput:
+    """A summary, the exchange, and the ordinary pass from what has arrived."""
+    plan, needs_backward = call.plan, call.needs_backward
+    # In the backward pass every piece that continues has something to send to the left.
+    responding = [entry for entry in plan.continuing if entry.transits or needs_backward]
+    C = A = None
     with torch.no_grad():
-        E = _outgoing(rule, tensors, rows, plan, starts)
-        A = E.new_zeros(plan.slots, v.shape[2], rows, rows)
-        C = response_A = None
-        if chosen:
-            numbers = [continuing[place] for place in chosen]
-            C, response_A = _response(rule, tensors, rows, plan, numbers, has_backward)
-            for place, of_piece in zip(chosen, response_A):
-                if transits[place]:
-                    A[slots[place]] = of_piece
-        exchanged = plan.exchange(E, A)
-        incoming = exchanged.states[slots]
-    if starts is None:
-        starts = incoming.new_zeros(len(plan.pieces), *incoming.shape[1:])
-    starts = starts.index_copy(0, _index(continuing, v), incoming.to(starts.dtype))
-    o, X = rule(tensors, starts, plan.boundaries, True)
-    if not has_backward:
+        sent_A = call.zeros(plan.slots, call.rows)
+        if responding:
+            C, A = call.response([entry.piece for entry in responding], needs_backward)
+            for entry, of_piece in zip(responding, A):
+                if entry.transits:
+                    sent_A[entry.slot] = of_piece
+        exchanged = plan.exchange(call.outgoing(), sent_A)
+        arrived = exchanged.states[[entry.slot for entry in plan.continuing]]
+    starts = call.zeros(len(plan.pieces), call.v.shape[3]) if call.starts is None else call.starts
+    places = torch.tensor([entry.piece for entry in plan.continuing], device=starts.device)
+    o, X = call.whole(starts.index_copy(0, places, arrived.to(starts.dtype)))
+    if not needs_backward:
         return RangeOutput(o, X)
-    return RangeOutput(*_Border.apply(o, X, C, response_A, exchanged, plan))  # type: ignore[no-untyped-call]
+    return RangeOutput(*_Border.apply(o, X, C, A, exchanged, plan))  # type: ignore[no-untyped-call]
 
 
 class _Border(torch.autograd.Function):
@@ -149,10 +206,10 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        o: Tensor,
-        X: Tensor,
-        C: Tensor | None,
-        A: Tensor | None,
+        o: Tensor,  # [1, T, HV, V]
+        X: Tensor,  # [pieces, HV, rows, V]
+        C: Tensor | None,  # [1, T', HV, rows] of the pieces that continue, one after the other
+        A: Tensor | None,  # [continuing, HV, rows, rows]
         exchanged: Exchanged,
         plan: ContextParallelPlan,
     ) -> Any:
@@ -166,68 +223,13 @@ class _Border(torch.autograd.Function):
         plan: ContextParallelPlan = ctx.plan
         F = grad_X.new_zeros(plan.slots, *grad_X.shape[1:])
         if C is not None:
-            continuing = [i for i, piece in enumerate(plan.pieces) if piece.continues]
-            slots = [slot for slot, number in enumerate(plan.own_ranges) if plan.continues[number]]
-            grads = [grad_o[0, plan.pieces[i].start : plan.pieces[i].end] for i in continuing]
-            parts = C[0].split([grad.shape[0] for grad in grads])
+            pieces = [plan.pieces[entry.piece] for entry in plan.continuing]
+            responses = C[0].split([piece.end - piece.start for piece in pieces])
             with without_autocast(grad_X):
-                for place, (part, grad) in enumerate(zip(parts, grads)):
-                    own = torch.einsum("tha,thv->hav", part.to(F.dtype), grad.to(F.dtype))
-                    F[slots[place]] = own + A[place].mT @ grad_X[continuing[place]]
+                for entry, piece, of_outputs, of_state in zip(plan.continuing, pieces, responses, A):
+                    grad = grad_o[0, piece.start : piece.end].to(F.dtype)
+                    own = torch.einsum("tha,thv->hav", of_outputs.to(F.dtype), grad)
+                    F[entry.slot] = own + of_state.mT @ grad_X[entry.piece]
         arriving = ctx.exchanged.gradients(F)
-        return grad_o, grad_X.index_add(0, _index(plan.last_pieces, grad_X), arriving), None, None, None, None
-
-
-def _outgoing(
-    rule: RangeRule, tensors: TokenTensors, rows: int, plan: ContextParallelPlan, starts: Tensor | None
-) -> Tensor:
-    """E ``[slots, HV, rows, V]``: the states after the last pieces of this rank's ranges, if nothing came in."""
-    chosen = [i for i in plan.last_pieces if plan.pieces[i].goes_on]
-    v = tensors["v"]
-    assert v is not None
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    E = v.new_zeros(plan.slots, v.shape[2], rows, v.shape[3], dtype=dtype)
-    if chosen:
-        tokens = _tokens(plan, chosen, v)
-        own = None if starts is None else starts[chosen]
-        lengths = SequenceBoundaries.from_lengths([_length(plan, i) for i in chosen], v.device)
-        X = rule(_part(tensors, tokens), own, lengths, False).X
-        E[[plan.last_pieces.index(i) for i in chosen]] = X
-    return E
-
-
-def _response(
-    rule: RangeRule, tensors: TokenTensors, rows: int, plan: ContextParallelPlan, numbers: list[int], outputs: bool
-) -> RangeOutput:
-    """C ``[1, T', HV, rows]`` (if needed) and A ``[n, HV, rows, rows]`` of some pieces."""
-    v = tensors["v"]
-    assert v is not None
-    tokens = _tokens(plan, numbers, v)
-    parts = _part(tensors, tokens) | {"v": v.new_zeros(1, tokens.numel(), v.shape[2], rows)}
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    identity = torch.eye(rows, dtype=dtype, device=v.device).expand(len(numbers), v.shape[2], rows, rows)
-    lengths = SequenceBoundaries.from_lengths([_length(plan, i) for i in numbers], v.device)
-    return rule(parts, identity, lengths, outputs)
-
-
-def _part(tensors: TokenTensors, tokens: Tensor) -> dict[str, Tensor | None]:
-    """All tensors of a call at some of its tokens."""
-    v = tensors["v"]
-    assert v is not None
-    if tokens.numel() == v.shape[1]:
-        return dict(tensors)
-    return {name: None if x is None else x.index_select(1, tokens) for name, x in tensors.items()}
-
-
-def _length(plan: ContextParallelPlan, number: int) -> int:
-    return plan.pieces[number].end - plan.pieces[number].start
-
-
-def _index(numbers: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(numbers, device=like.device)
-
-
-def _tokens(plan: ContextParallelPlan, numbers: list[int], like: Tensor) -> Tensor:
-    """The places of some pieces' tokens among those of this rank."""
-    pieces = (plan.pieces[i] for i in numbers)
-    return torch.cat([torch.arange(piece.start, piece.end, device=like.device) for piece in pieces])
+        last = torch.tensor(plan.last_pieces, device=grad_X.device)
+        return grad_o, grad_X.index_add(0, last, arriving), None, None, None, None

@@ -92,10 +92,10 @@ class Chain:
         if self.nodes == 1 and self.plan.slots == 1:
             return near_E, near_E[:1]  # one block, before which there is nothing
         own = [self.compose(near_E, slot, reverse) for slot in range(self.plan.slots)]
-        block = torch.stack([E for E, _ in own])
+        block = torch.stack([composed.E for composed in own])
         if A is not None:
-            zero = torch.zeros_like(A[0])
-            block = torch.cat([block, torch.stack([zero if A is None else A for _, A in own])], -1)
+            block_A = [torch.zeros_like(A[0]) if composed.A is None else composed.A for composed in own]
+            block = torch.cat([block, torch.stack(block_A)], -1)
         far = all_gather(block, across) if self.nodes > 1 else block.unsqueeze(0)
         if A is not None:
             self.far_A = far[..., width:]

@@ -51,6 +51,17 @@ class Piece(NamedTuple):
     """... and ends further to the right"""
 
 
+class Continuing(NamedTuple):
+    """A piece that continues a document from the left: the first one of its range."""
+
+    piece: int
+    """its number among this rank's pieces"""
+    slot: int
+    """which of this rank's ranges it begins"""
+    transits: bool
+    """it fills the range and goes on, so that what comes in passes through to the next range"""
+
+
 class ContextParallelPlan:
     """How the documents of one packed row are spread over the ranks of a group; see the top of the file.
 
@@ -109,6 +120,10 @@ class ContextParallelPlan:
         """The number of the range that a rank holds in its first or second slot."""
         return rank if slot == 0 else len(self.edges) - 2 - rank
 
+    def holder_of(self, number: int) -> tuple[int, int]:
+        """The rank and the slot of a range: the inverse of ``range_of``."""
+        return (number, 0) if number < self.ranks else (len(self.edges) - 2 - number, 1)
+
     def _borders_inside(self, number: int) -> bool:
         offsets, start, end = self.documents.offsets, self.edges[number], self.edges[number + 1]
         return bisect_right(offsets, start) < bisect_left(offsets, end)
@@ -136,6 +151,16 @@ class ContextParallelPlan:
         """For each of this rank's ranges: the number of its last piece."""
         ends = [self._first_token(number) + self.edges[number + 1] - self.edges[number] for number in self.own_ranges]
         return [next(i for i, piece in enumerate(self.pieces) if piece.end == end) for end in ends]
+
+    @cached_property
+    def continuing(self) -> list[Continuing]:
+        """The pieces that need a state from another range."""
+        starts = {self._first_token(number): slot for slot, number in enumerate(self.own_ranges)}
+        return [
+            Continuing(i, slot := starts[piece.start], self.transits[self.own_ranges[slot]])
+            for i, piece in enumerate(self.pieces)
+            if piece.continues
+        ]
 
     @property
     def total(self) -> int:
@@ -280,7 +305,7 @@ class ContextParallelPlan:
 
     def _place_in_tails(self, position: int, width: int) -> int:
         number = bisect_right(self.edges, position) - 1
-        rank, slot = (number, 0) if number < self.ranks else (len(self.edges) - 2 - number, 1)
+        rank, slot = self.holder_of(number)
         return (rank * self.slots + slot + 1) * width - (self.edges[number + 1] - position)
 
     # ---------------------------------------------------------------- labels, loss and gradients
