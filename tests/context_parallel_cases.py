@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from definition import FIRST_ORDER, Draw, make_inputs
-from mdn import ops
+from conformance import public_function
+from definition import FIRST_ORDER, MOMENTUM, Draw, make_inputs
 from mdn.layers import MIXERS, make_layout
 from mdn.layers.conv import ShortConvolution
 from mdn.ops import SequenceBoundaries
@@ -80,10 +80,10 @@ def op_case(
     inputs = {name: x.to(DTYPES[dtype]) for name, x in inputs.items()}
     draw = Draw(5)
     shape = (len(lengths), VALUE_HEADS, K, V)
-    state = draw.normal(*((2, *shape) if rule == "momentum" else shape)).to(DTYPES[dtype])
+    state = draw.normal(*((2, *shape) if rule in MOMENTUM else shape)).to(DTYPES[dtype])
     weights = draw.normal(1, sum(lengths), VALUE_HEADS, V).to(DTYPES[dtype])
     state_weights = draw.normal(*state.shape).to(DTYPES[dtype])
-    function: Callable[..., Any] = getattr(ops, f"chunk_{'momentum_delta_rule' if rule == 'momentum' else rule}")
+    function = public_function(rule, "chunk")
     options: dict[str, Any] = {"chunk_size": 16, "output_final_state": True}
     if rule == "linear_attn":
         options["normalize"] = False
@@ -275,7 +275,7 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
     for layout in LAYOUTS:
         for documents in DOCUMENTS:
             yield f"momentum, {documents}, {layout}", (op_case, {"documents": documents, "layout": layout})
-        for rule in FIRST_ORDER:
+        for rule in ("general", "vector", *FIRST_ORDER):
             yield f"{rule}, {layout}", (op_case, {"rule": rule, "documents": DOCUMENTS[4], "layout": layout})
         yield f"momentum, two levels, {layout}", (op_case, {"layout": layout, "ranks_per_node": 1})
         yield f"momentum, short ranges, {layout}", (op_case, {**SHORT, "layout": layout})
@@ -301,7 +301,7 @@ def slow_cases() -> Iterator[tuple[str, Case]]:
 
 
 def float32_cases() -> Iterator[tuple[str, Case]]:
-    for rule in ("momentum", *FIRST_ORDER):
+    for rule in ("momentum", "general", "vector", *FIRST_ORDER):
         yield f"{rule}, float32", (op_case, {"rule": rule, "dtype": "float32"})
     for name in ("momentum_deltanet", "gated_deltanet", "hybrid"):
         arguments = {"name": name, "dtype": "float32", "loss_chunk_size": None}

@@ -21,7 +21,7 @@ def two_ranks() -> Results:
 
 @pytest.fixture(scope="module")
 def four_ranks() -> Results:
-    return run_cases(4, FOUR_RANKS)
+    return run_cases(4, [*FOUR_RANKS, *FLOAT32])
 
 
 def worst(errors: dict[str, float]) -> float:
@@ -42,6 +42,11 @@ def test_four_processes_equal_one_in_float64(case: str, four_ranks: Results) -> 
 @pytest.mark.parametrize("case", FLOAT32)
 def test_two_processes_equal_one_in_float32(case: str, two_ranks: Results) -> None:
     assert worst(two_ranks[case]) < 1e-5
+
+
+@pytest.mark.parametrize("case", FLOAT32)
+def test_four_processes_equal_one_in_float32(case: str, four_ranks: Results) -> None:
+    assert worst(four_ranks[case]) < 1e-5
 
 
 @pytest.mark.parametrize("fault", FAULTS)
