@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mdn.bench.context_parallel import MATRICES
 from mdn.common.plots import COLOURS, doubling_axis, figure, plain_log_axis
@@ -52,6 +52,49 @@ def summary_share(matrices: int, key_dim: int, value_dim: int, training: bool) -
     return (E + A) / rule_products(matrices, key_dim, value_dim)
 
 
+class RecurrentBlock(NamedTuple):
+    """The first block of a config."""
+
+    config: str
+    mixer: Any
+    heads: int
+    key_dim: int
+    value_dim: int
+    mixer_parameters: int
+    """multiply-adds per token outside the rule, as are the parameters"""
+    parameters: int
+
+    @classmethod
+    def of(cls, config: str) -> RecurrentBlock:
+        block: Any = meta_model(load_config(config)).model.layers[0]
+        numbers = [sum(p.numel() for p in part.parameters()) for part in (block.attn, block)]
+        return cls(config, block.attn, *block.attn.state_shapes()["S"].shape, *numbers)
+
+    def rule(self, outputs: bool = True) -> float:
+        """Multiply-adds of the rule per token, all heads."""
+        return self.heads * rule_products(2, self.key_dim, self.value_dim, outputs)
+
+    def shares(self, training: bool) -> list[float]:
+        """The summary over a forward pass of the rule, of the mixer and of the block."""
+        share, rule = summary_share(2, self.key_dim, self.value_dim, training), self.rule()
+        return [share * rule / (others + rule) for others in (0, self.mixer_parameters, self.parameters)]
+
+
+def shares_by_formula() -> list[dict[str, Any]]:
+    """What the summary adds to a forward pass of the rule, of the mixer and of the block."""
+    blocks = [RecurrentBlock.of(config) for config in CONFIGS]
+    return [
+        {
+            "config": block.config,
+            "K": block.key_dim,
+            "V": block.value_dim,
+            "forward": block.shares(training=False),
+            "training": block.shares(training=True),
+        }
+        for block in blocks
+    ]
+
+
 # --------------------------------------------------------------------------------------------------------------- bytes
 
 
@@ -59,27 +102,24 @@ def by_formula() -> list[dict[str, Any]]:
     """Bytes that a rank receives in one recurrent layer's forward pass, in bfloat16 with float32 states: by our
     exchange, by passing states on from rank to rank, and by Ulysses, which trades tokens for heads and back."""
     rows = []
-    for name in CONFIGS:
-        block: Any = meta_model(load_config(name)).model.layers[0]
-        mixer, parameters = block.attn, sum(p.numel() for p in block.parameters())
-        heads, key_dim, value_dim = mixer.state_shapes()["S"].shape
-        rule, states = (heads * rule_products(2, key_dim, value_dim, outputs) for outputs in (True, False))
+    for block in map(RecurrentBlock.of, CONFIGS):
+        mixer, heads = block.mixer, block.heads
         for tokens in TOKENS:
             for ranks in RANKS:
                 share = tokens // ranks
                 per_token = 2 * (2 * mixer.key_dim + 2 * mixer.value_dim) + 4 * STATE_BYTES * heads  # q, k, v, o; gates
                 rows.append(
                     {
-                        "config": name,
+                        "config": block.config,
                         "heads": heads,
                         "tokens": tokens,
                         "ranks": ranks,
                         "summaries": layer_volume(mixer, share, ranks, activation_bytes=2).forward,
-                        "ring": 2 * STATE_BYTES * heads * key_dim * value_dim,
-                        "ring_waiting_seconds": 2 * states * share * (ranks - 1) / DEVICE,
+                        "ring": 2 * STATE_BYTES * heads * block.key_dim * block.value_dim,
+                        "ring_waiting_seconds": 2 * block.rule(outputs=False) * share * (ranks - 1) / DEVICE,
                         "ulysses": share * per_token * (ranks - 1) // ranks,
-                        "layer_seconds": 2 * (parameters + rule) * share / DEVICE,
-                        "summary_share": summary_share(2, key_dim, value_dim, False) * rule / (parameters + rule),
+                        "layer_seconds": 2 * (block.parameters + block.rule()) * share / DEVICE,
+                        "summary_share": block.shares(training=False)[-1],
                     }
                 )
     return rows
@@ -100,7 +140,7 @@ def attention_by_formula() -> list[dict[str, Any]]:
 
 
 def tables(content: dict[str, Any]) -> list[Table]:
-    return [table(content) for table in (rule_table, layer_table, exchange_table, formula_table, attention_table)]
+    return [table(content) for table in TABLES.values()]
 
 
 def rule_table(content: dict[str, Any]) -> Table:
@@ -112,6 +152,15 @@ def rule_table(content: dict[str, Any]) -> Table:
         rows.append([row["rule"], f"{dims[0]}, {dims[1]}", counted[0], measured[0], counted[1], measured[1]])
     header = ["rule", "K, V", "counted", "measured", "counted, training", "measured, training"]
     return Table("the summary of a range over the forward pass of its rule", header, rows)
+
+
+def share_table(content: dict[str, Any]) -> Table:
+    rows = []
+    for row in content["shares"]:
+        shares = [f"{forward:.0%} / {training:.0%}" for forward, training in zip(row["forward"], row["training"])]
+        rows.append([row["config"], f"{row['K']}, {row['V']}", *shares])
+    header = ["config", "K, V", "of the rule", "of the mixer", "of the block"]
+    return Table("the summary over a forward pass, by formula: alone / with a backward pass to follow", header, rows)
 
 
 def layer_table(content: dict[str, Any]) -> Table:
@@ -168,6 +217,17 @@ def attention_table(content: dict[str, Any]) -> Table:
     return Table("one attention layer of mdn_h_3to1_400M", ["tokens", "ranks", "received, MiB", "ms"], rows)
 
 
+TABLES = {
+    "rules": rule_table,
+    "shares": share_table,
+    "layers": layer_table,
+    "exchange": exchange_table,
+    "formula": formula_table,
+    "attention": attention_table,
+}
+"""by their names in the page"""
+
+
 def _size(count: float) -> str:
     return f"{count / 2**20:,.1f}"
 
@@ -203,14 +263,7 @@ def draw(content: dict[str, Any]) -> Any:
 
 def fill(page: str, content: dict[str, Any]) -> str:
     """The page with its tables taken from the results."""
-    names = {
-        "rules": rule_table,
-        "layers": layer_table,
-        "exchange": exchange_table,
-        "formula": formula_table,
-        "attention": attention_table,
-    }
-    found = {name: table(content) for name, table in names.items()}
+    found = {name: table(content) for name, table in TABLES.items()}
     texts = {name: markdown_table(table.header, table.rows) for name, table in found.items()}
     size, machine = content["size"], content["machine"]
     texts["machine"] = (

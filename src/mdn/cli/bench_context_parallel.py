@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from mdn.bench.context_parallel import BenchSize, measure_exchange, measure_work
-    from mdn.bench.context_parallel_results import attention_by_formula, by_formula, draw, tables
+    from mdn.bench.context_parallel_results import attention_by_formula, by_formula, draw, shares_by_formula, tables
     from mdn.bench.timing import machine
     from mdn.bench.training_step import check_mixers
     from mdn.common.results import write_results
@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> None:
         "size": vars(size),
         **measure_work(size),
         "exchange": measure_exchange(size, args.ranks),
+        "shares": shares_by_formula(),
         "formula": by_formula(),
         "attention": attention_by_formula(),
     }
