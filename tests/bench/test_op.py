@@ -11,7 +11,7 @@ import torch
 
 from mdn.bench import op, op_general, op_peers
 from mdn.bench.op_accuracy import accuracy_table
-from mdn.bench.op_results import CONTROL, tables, too_busy
+from mdn.bench.op_results import CONTROL, fill_general, tables, too_busy
 from mdn.cli import main
 from mdn.common.results import read_results
 
@@ -112,6 +112,22 @@ def test_the_options_of_the_general_rule_are_measured_beside_the_plain_one(capsy
     content = json.loads((tmp_path / "general.json").read_text())["general"]
     assert set(content["correctness"]) == set(content["seconds"]) == set(op_general.forms())
     assert main(["bench", "op", "--general", "--accuracy"]) == 2
+
+
+def test_the_bars_of_the_general_rule_are_judged() -> None:
+    seconds = dict.fromkeys(op_general.forms(), 1.0) | {"momentum, vector decays": 1.7}
+    peak = {"KDA": 100, "momentum, vector decays": 160, "momentum, vector decays, direct write": 160}
+    judged = op_general.bars({"seconds": seconds, "peak_bytes": peak, "shape": "short", "long_shape": "long"})
+    met = {bar["what"]: bar["met"] for bar in judged}
+    assert met["momentum, torch, direct write: time over the plain rule"]
+    assert not met["momentum, vector decays: time over KDA, short"]
+    assert met["momentum, vector decays: peak memory over KDA, long"]
+
+
+def test_the_tables_of_the_general_rule_are_those_of_the_record() -> None:
+    folder = Path(__file__).resolve().parents[2] / "benchmarks"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert fill_general(page, read_results(folder / "results" / "op_general.json", "op")) == page
 
 
 def test_a_form_that_leaves_its_recurrence_is_not_timed(monkeypatch) -> None:

@@ -113,8 +113,10 @@ def test_nesterovs_step_is_a_choice_of_the_two_steps(gates: str) -> None:
     assert relative_error(state[:, 0, 0], torch.stack([S, M])) <= EXACT
 
 
-def test_the_layers_bounds_keep_every_eigenvalue_of_a_step_in_the_unit_disc() -> None:
-    """Equation (30), for gates up to the bounds, with and without a direct write."""
+@pytest.mark.parametrize("mu_channels", [False, True], ids=["one mu per head", "mu per channel"])
+def test_the_layers_bounds_keep_every_eigenvalue_of_a_step_in_the_unit_disc(mu_channels: bool) -> None:
+    """For gates up to the bounds, with and without a direct write: one mu per head has the proof of equation (30), mu
+    per channel has only this check."""
     B, K = 400, 6
     generator = torch.Generator().manual_seed(0)
 
@@ -136,7 +138,7 @@ def test_the_layers_bounds_keep_every_eigenvalue_of_a_step_in_the_unit_disc() ->
         k=k,
         v=k.new_zeros(B, 1, 1, 2 * K),
         log_alpha=(decay * (1 - sine).unsqueeze(-1)).log(),
-        log_mu=to_the_edge(uniform(B, 1, 1)).log(),
+        log_mu=to_the_edge(uniform(B, 1, 1, K) if mu_channels else uniform(B, 1, 1)).log(),
         beta=nu * step,
         eta=eta,
         direct=(1 - nu) * step * eta,

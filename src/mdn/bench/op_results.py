@@ -1,12 +1,19 @@
-"""The results of `mdn bench op` as tables, and the figure of time per token against T."""
+"""The results of `mdn bench op` as tables, and the figure of time per token against T.
+
+    python -m mdn.bench.op_results benchmarks/results/op_general.json benchmarks/README.md
+
+rewrites the tables of `mdn bench op --general` in the page.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mdn.bench import op_general
-from mdn.common.results import Table
+from mdn.common.results import Table, fill_page, read_results
 
 CONTROL = "matrix product (control)"
 """scales with threads wherever a second core is free"""
@@ -17,7 +24,8 @@ SCALES = 1.5
 def tables(content: dict[str, Any]) -> list[Table]:
     """Everything that was measured; with ``--accuracy`` only the errors, with ``--general`` only the general rule."""
     if "general" in content:
-        return [op_general.table(content["general"])]
+        general = content["general"]
+        return [op_general.table(general), *([_bars(general["bars"])] if general["bars"] else [])]
     if "shapes" not in content:
         return [_accuracy(content["accuracy"])]
     return [
@@ -130,3 +138,16 @@ def draw(content: dict[str, Any]) -> Any:
     plain_log_axis(axis)
     legend_outside(fig, axis)
     return fig
+
+
+def fill_general(page: str, content: dict[str, Any]) -> str:
+    """The page with the tables of a record of `mdn bench op --general`."""
+    about = content["general"]["machine"]
+    machine = f"{about['processor']}, {about['threads']} threads, torch {about['torch']}, {about['date']}"
+    shown = [f"{machine}, load {about['load_before']:.1f} before the run", *map(str, tables(content))]
+    return fill_page(page, {"general": "\n\n".join(shown)})
+
+
+if __name__ == "__main__":
+    record, page_file = map(Path, sys.argv[1:])
+    page_file.write_text(fill_general(page_file.read_text(), read_results(record, "op")))

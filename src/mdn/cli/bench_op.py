@@ -52,5 +52,5 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.accuracy:
         return {"accuracy": accuracy_table()}
     if args.general:
-        return {"general": op_general.run(quick=args.quick)}
+        return {"general": op_general.run(quick=args.quick, threads=args.threads)}
     return op.run(quick=args.quick, threads=args.threads)
