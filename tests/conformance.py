@@ -199,10 +199,10 @@ def error_by_head(case: Case, name: str, actual: Tensor, expected: Tensor) -> fl
     smallest_share = 1 / 3 if name.removeprefix("grad_") in GATES else 1e-3
     least = smallest_share * expected.abs().max().item() if expected.numel() else 0.0
     worst = 0.0
-    for found, wanted in zip(by_head(case, name, actual.double()), by_head(case, name, expected.double())):
-        difference = (found - wanted).abs().max().item() if wanted.numel() else 0.0
+    for found, reference in zip(by_head(case, name, actual.double()), by_head(case, name, expected.double())):
+        difference = (found - reference).abs().max().item() if reference.numel() else 0.0
         if difference != 0:
-            scale = max(least, wanted.abs().max().item())
+            scale = max(least, reference.abs().max().item())
             worst = max(worst, difference / scale if difference == difference and scale else math.inf)
     return worst
 

@@ -22,5 +22,5 @@ def test_both_forms_of_the_file_are_the_library_rule() -> None:
         use_qk_l2norm_in_kernel=False,
     )
     for form in (recurrence(x, S, M), chunkwise(x, S, M, 8)):
-        for found, wanted in zip(form, (o[0, :, 0], *state[:, 0, 0])):
-            assert relative_error(found, wanted) <= 1e-13
+        for actual, expected in zip(form, (o[0, :, 0], *state[:, 0, 0])):
+            assert relative_error(actual, expected) <= 1e-13

@@ -133,10 +133,10 @@ def test_bf16_autocast_stays_close_to_float32_and_gives_float32_gradients(name):
     grads = torch.autograd.grad(outputs.loss, list(model.parameters()))
     torch.testing.assert_close(outputs.loss.detach(), loss, rtol=0.02, atol=0)
     assert all(grad.dtype == torch.float32 for grad in grads)
-    found, wanted = torch.cat([g.flatten() for g in grads]), torch.cat([g.flatten() for g in expected])
+    actual, reference = torch.cat([g.flatten() for g in grads]), torch.cat([g.flatten() for g in expected])
     # GLA's first output is (q.k) v, and the norm after it divides q.k out again: where q.k is near zero, rounding is
     # visible in the gradient. Rounding the weights alone shows it, too.
-    assert F.cosine_similarity(found, wanted, dim=0) > (0.95 if name == "gla" else 0.99)
+    assert F.cosine_similarity(actual, reference, dim=0) > (0.95 if name == "gla" else 0.99)
 
 
 def test_bf16_autocast_of_the_chunked_loss_equals_the_ordinary_one():

@@ -249,17 +249,17 @@ def generate(model, ids, **arguments):
 @every_kind
 def test_greedy_generation_returns_scores_logits_and_states_that_belong_together(kind):
     model, ids = model_of(kind), tokens(2, 6)
-    wanted = ("output_scores", "output_logits", "output_hidden_states", "return_dict_in_generate")
-    found = generate(model, ids, **dict.fromkeys(wanted, True))
-    assert found.sequences.shape == (2, 11)
-    assert torch.equal(generate(model, ids), found.sequences)
-    assert torch.equal(generate(model, ids, use_cache=False), found.sequences)
-    logits = model(found.sequences[:, :-1]).logits[:, 5:]
-    assert relative_error(torch.stack(found.logits, 1), logits) < 1e-5
-    assert torch.equal(torch.stack(found.scores, 1).argmax(-1), found.sequences[:, 6:])
-    assert [len(states) for states in found.hidden_states] == [LAYERS + 1] * 5
-    assert found.hidden_states[0][0].shape == (2, 6, WIDTH)
-    assert found.hidden_states[1][0].shape == (2, 1, WIDTH)
+    options = ("output_scores", "output_logits", "output_hidden_states", "return_dict_in_generate")
+    generated = generate(model, ids, **dict.fromkeys(options, True))
+    assert generated.sequences.shape == (2, 11)
+    assert torch.equal(generate(model, ids), generated.sequences)
+    assert torch.equal(generate(model, ids, use_cache=False), generated.sequences)
+    logits = model(generated.sequences[:, :-1]).logits[:, 5:]
+    assert relative_error(torch.stack(generated.logits, 1), logits) < 1e-5
+    assert torch.equal(torch.stack(generated.scores, 1).argmax(-1), generated.sequences[:, 6:])
+    assert [len(states) for states in generated.hidden_states] == [LAYERS + 1] * 5
+    assert generated.hidden_states[0][0].shape == (2, 6, WIDTH)
+    assert generated.hidden_states[1][0].shape == (2, 1, WIDTH)
 
 
 @every_kind

@@ -177,7 +177,7 @@ def test_a_state_that_decays_to_nothing_is_exact_on_the_scale_where_it_began(bac
 
 @every_rule
 @pytest.mark.parametrize("T", [1, 17] if INTERPRETED else [1, 2, 16, 17])
-def test_lengths_around_a_chunk(backend: str, rule: str, T: int) -> None:
+def test_lengths_around_a_chunk_are_within_budget(backend: str, rule: str, T: int) -> None:
     check(Case(rule, T=T, with_state=T != 16), backend)
 
 
@@ -187,7 +187,7 @@ def test_lengths_around_a_chunk(backend: str, rule: str, T: int) -> None:
     [{"K": 3, "V": 1}, {"K": 17, "V": 130}, {"K": 32, "V": 16, "H": 2, "HV": 6}, {"K": 256, "V": 16, "HV": 1}],
     ids=["tiny", "odd", "grouped", "wide keys"],
 )
-def test_head_sizes(backend: str, sizes: dict[str, int]) -> None:
+def test_any_head_sizes_are_within_budget(backend: str, sizes: dict[str, int]) -> None:
     check(Case(**{"B": 1, "T": 21, "with_p": True} | sizes), backend)
 
 
@@ -365,8 +365,8 @@ def test_broadcast_tensors_and_gradients(backend: str, rule: str) -> None:
         tensors = {name: x.detach().requires_grad_() for name, x in made.items()}
         o = backend_form(case, backend)(tensors)[0]
         results.append(torch.autograd.grad(o.sum(), list(tensors.values()), allow_unused=True))
-    for name, found, wanted in zip(inputs, *results):
-        assert torch.equal(found, wanted), name
+    for name, actual, expected in zip(inputs, *results):
+        assert torch.equal(actual, expected), name
 
 
 @every_rule
@@ -377,13 +377,13 @@ def test_a_loss_on_one_result_alone_reaches_every_input(backend: str, rule: str,
     results = dict(zip(("o", "final_state", "final_z"), compute(inputs)))
     grads = torch.autograd.grad(results[part].square().sum(), list(inputs.values()), allow_unused=True)
     exact_inputs = leaves(inputs_of(case), torch.float64)
-    wanted = dict(zip(("o", "final_state", "final_z"), definition_of(case)(exact_inputs)))
+    expected = dict(zip(("o", "final_state", "final_z"), definition_of(case)(exact_inputs)))
     exact = torch.autograd.grad(
-        wanted[part].square().sum(), list(exact_inputs.values()), allow_unused=True, materialize_grads=True
+        expected[part].square().sum(), list(exact_inputs.values()), allow_unused=True, materialize_grads=True
     )
-    for name, grad, want in zip(inputs, grads, exact):
-        grad = torch.zeros_like(want) if grad is None else grad
-        assert error_by_head(case, f"grad_{name}", grad, want) <= GRADIENT_BAR, name
+    for name, grad, reference in zip(inputs, grads, exact):
+        grad = torch.zeros_like(reference) if grad is None else grad
+        assert error_by_head(case, f"grad_{name}", grad, reference) <= GRADIENT_BAR, name
 
 
 @every_rule

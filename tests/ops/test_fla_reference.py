@@ -28,20 +28,20 @@ def fla_arguments(inputs: Tensors) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("T", [1, 65, 130])
-def test_flas_recurrent_reference(T: int) -> None:
+def test_the_rule_equals_flas_recurrent_reference(T: int) -> None:
     inputs = benign(T)
-    wanted = naive.recurrent_momentum_delta_rule_ref(**fla_arguments(inputs), output_final_state=True)
-    for found, want in zip(torch_chunk(inputs), wanted):
-        assert relative_error(found, want) <= 2e-6
+    expected = naive.recurrent_momentum_delta_rule_ref(**fla_arguments(inputs), output_final_state=True)
+    for actual, reference in zip(torch_chunk(inputs), expected):
+        assert relative_error(actual, reference) <= 2e-6
 
 
 @pytest.mark.parametrize("T", [64, 130])
-def test_flas_chunk_reference(T: int) -> None:
+def test_the_rule_equals_flas_chunk_reference(T: int) -> None:
     """It adds 1e-6 to beta (at least 0.1 here), so it can only agree to about 1e-5."""
     inputs = benign(T)
-    wanted = naive.chunk_momentum_delta_rule_ref(**fla_arguments(inputs), output_final_state=True)
-    for found, want in zip(torch_chunk(inputs), wanted):
-        assert relative_error(found, want) <= 1e-4
+    expected = naive.chunk_momentum_delta_rule_ref(**fla_arguments(inputs), output_final_state=True)
+    for actual, reference in zip(torch_chunk(inputs), expected):
+        assert relative_error(actual, reference) <= 1e-4
 
 
 def test_the_same_arguments_in_the_same_order_as_flas_op() -> None:

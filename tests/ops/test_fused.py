@@ -41,19 +41,21 @@ SHAPES = [(1, 3), (3, 5), (2, 16), (7, 33), (130, 64), (2, 3, 257)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm(shape: tuple[int, ...], every_instruction_set: None) -> None:
+def test_rms_norm_equals_its_definition(shape: tuple[int, ...], every_instruction_set: None) -> None:
     check(lambda x, w: rms_norm(x, w, 1e-6), [random(*shape), random(shape[-1], seed=1)], 1e-5)
 
 
 @pytest.mark.parametrize("activation", ["sigmoid", "swish"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gated_rms_norm(shape: tuple[int, ...], activation: str, every_instruction_set: None) -> None:
+def test_gated_rms_norm_equals_its_definition(
+    shape: tuple[int, ...], activation: str, every_instruction_set: None
+) -> None:
     tensors = [random(*shape), random(*shape, seed=1, scale=5), random(shape[-1], seed=2)]
     check(lambda x, gate, w: gated_rms_norm(x, gate, w, 1e-5, activation), tensors, 1e-5)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (9001,), (0, 4)])
-def test_swiglu(shape: tuple[int, ...], every_instruction_set: None) -> None:
+def test_swiglu_equals_its_definition(shape: tuple[int, ...], every_instruction_set: None) -> None:
     if 0 in shape:
         assert swiglu(random(*shape), random(*shape)).shape == shape
         return
@@ -72,7 +74,7 @@ def test_large_and_small_arguments_of_the_activations_are_those_of_torch() -> No
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("lengths", [None, (1, 0, 70, 2, 3, 31)])
 @pytest.mark.parametrize("has_state", [False, True])
-def test_convolution(
+def test_convolutions_equal_their_definition(
     width: int, bias: bool, lengths: tuple[int, ...] | None, has_state: bool, every_instruction_set: None
 ) -> None:
     torch.manual_seed(0)
@@ -112,7 +114,7 @@ def test_the_convolution_step_continues_the_convolution(width: int, every_instru
 @pytest.mark.parametrize("heads", [(4, 4), (2, 6)])
 @pytest.mark.parametrize("fields", [{}, {"bound_alpha": False, "min_log_mu": None}, {"eta_activation": "sigmoid"},
                                     {"allow_neg_eigval": True, "bound_beta": False}])  # fmt: skip
-def test_gates(heads: tuple[int, int], fields: dict, every_instruction_set: None) -> None:
+def test_gates_equal_their_definition(heads: tuple[int, int], fields: dict, every_instruction_set: None) -> None:
     gates = StabilityGates(GateSettings(tau=3.0, **fields))
     H, HV = heads
     a, b, m, e = (random(15, HV, seed=seed, scale=8) for seed in range(4))
@@ -127,7 +129,7 @@ def test_gates(heads: tuple[int, int], fields: dict, every_instruction_set: None
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 7), (70, 61), (3, 1000)])
-def test_cross_entropy(shape: tuple[int, int], every_instruction_set: None) -> None:
+def test_cross_entropy_equals_its_definition(shape: tuple[int, int], every_instruction_set: None) -> None:
     labels = torch.randint(0, shape[1], shape[:1], generator=torch.Generator().manual_seed(1))
     labels[1::3] = -100
     check(lambda logits: cross_entropy_sum(logits, labels), [random(*shape, scale=10)], 3e-6)

@@ -39,7 +39,7 @@ def test_gradcheck_without_norm_and_without_alpha_in_p() -> None:
     assert checked(tiny(with_p=True), use_qk_l2norm_in_kernel=False, use_p_times_alpha=False, chunk_size=3)
 
 
-def test_gradcheck_of_a_pack() -> None:
+def test_a_pack_passes_gradcheck() -> None:
     assert checked(tiny(T=4, N=3, K=2), cu_seqlens=torch.tensor([0, 3, 3, 4]), chunk_size=2)
 
 

@@ -37,20 +37,20 @@ def test_compiles_into_one_graph_with_gradients(packed: bool, backend: str) -> N
     options = {"cu_seqlens": torch.tensor([0, 1, 30, 40])} if packed else {}
     options["backend"] = backend
     compiled = torch.compile(squared, fullgraph=True, backend="aot_eager")
-    found = run_with_gradients(lambda x: compiled(x, **options), leaves(inputs))
-    wanted = run_with_gradients(lambda x: squared(x, **options), leaves(inputs))
-    assert torch.equal(found["o"], wanted["o"])
-    assert torch.equal(found["final_state"], wanted["final_state"])
-    for name, x in found.items():
-        assert relative_error(x, wanted[name]) <= 1e-6, name
+    actual = run_with_gradients(lambda x: compiled(x, **options), leaves(inputs))
+    expected = run_with_gradients(lambda x: squared(x, **options), leaves(inputs))
+    assert torch.equal(actual["o"], expected["o"])
+    assert torch.equal(actual["final_state"], expected["final_state"])
+    for name, x in actual.items():
+        assert relative_error(x, expected[name]) <= 1e-6, name
 
 
-def test_compiles_with_inductor() -> None:
+def test_the_rule_compiles_with_inductor() -> None:
     inputs = leaves(make_inputs(B=1, T=20))
     compiled = torch.compile(torch_chunk, fullgraph=True)
-    found, wanted = run_with_gradients(compiled, inputs), run_with_gradients(torch_chunk, inputs)
-    for name, x in found.items():
-        assert relative_error(x, wanted[name]) <= 1e-6, name
+    actual, expected = run_with_gradients(compiled, inputs), run_with_gradients(torch_chunk, inputs)
+    for name, x in actual.items():
+        assert relative_error(x, expected[name]) <= 1e-6, name
 
 
 def test_a_compiled_graph_serves_every_length() -> None:
@@ -78,9 +78,9 @@ def test_the_step_compiles_and_updates_its_state(backend: str) -> None:
         return momentum_delta_step(**token, p=None, state=state, backend=backend) + 1
 
     eager, compiled = inputs["initial_state"].clone(), inputs["initial_state"].clone()
-    wanted = step(eager)
-    found = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled)
-    assert torch.equal(found, wanted)
+    expected = step(eager)
+    actual = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled)
+    assert torch.equal(actual, expected)
     assert torch.equal(compiled, eager)
 
 
@@ -100,11 +100,11 @@ def test_the_registered_ops_pass_torchs_own_checks() -> None:
 def test_autocast_leaves_the_arithmetic_alone(form, T: int) -> None:
     inputs = make_inputs(T=T)
     backend = {} if form is recurrent_momentum_delta_rule else {"backend": "torch"}
-    wanted = form(**inputs, output_final_state=True, **backend)
+    expected = form(**inputs, output_final_state=True, **backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = form(**inputs, output_final_state=True, **backend)
-    for result, want in zip(found, wanted):
-        assert torch.equal(result, want)
+        actual = form(**inputs, output_final_state=True, **backend)
+    for result, reference in zip(actual, expected):
+        assert torch.equal(result, reference)
 
 
 def test_gradients_under_autocast_with_low_precision_projections() -> None:
@@ -124,23 +124,23 @@ def test_a_step_under_autocast_keeps_its_state_float32() -> None:
     inputs = make_inputs(T=1)
     token = {name: x[:, 0] for name, x in inputs.items() if name != "initial_state"}
     plain, cast = inputs["initial_state"].clone(), inputs["initial_state"].clone()
-    wanted = momentum_delta_step(**token, p=None, state=plain, backend="torch")
+    expected = momentum_delta_step(**token, p=None, state=plain, backend="torch")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = momentum_delta_step(**token, p=None, state=cast, backend="torch")
-    assert torch.equal(found, wanted)
+        actual = momentum_delta_step(**token, p=None, state=cast, backend="torch")
+    assert torch.equal(actual, expected)
     assert torch.equal(cast, plain)
 
 
 @pytest.mark.parametrize("form", [chunk_momentum_delta_rule, fused_recurrent_momentum_delta_rule])
 @pytest.mark.parametrize("T", [5, 70])
-def test_inference_mode(form, T: int) -> None:
+def test_inference_mode_changes_nothing(form, T: int) -> None:
     inputs = make_inputs(B=1, T=T)
-    wanted = form(**inputs, output_final_state=True, backend="torch")
+    expected = form(**inputs, output_final_state=True, backend="torch")
     with torch.inference_mode():
         copies = {name: x.clone() for name, x in inputs.items()}
-        found = form(**copies, cu_seqlens=torch.tensor([0, T]), output_final_state=True, backend="torch")
-    for result, want in zip(found, wanted):
-        assert relative_error(result, want) <= 2e-6
+        actual = form(**copies, cu_seqlens=torch.tensor([0, T]), output_final_state=True, backend="torch")
+    for result, reference in zip(actual, expected):
+        assert relative_error(result, reference) <= 2e-6
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])

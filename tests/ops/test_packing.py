@@ -19,8 +19,8 @@ def test_boundaries_may_be_a_tensor_or_the_shared_object(dtype: torch.dtype) -> 
     inputs = make_inputs(B=1, T=30, N=2)
     tensor = torch.tensor([0, 11, 30], dtype=dtype)
     expected = torch_chunk(inputs, cu_seqlens=SequenceBoundaries.from_lengths([11, 19]))
-    for actual, want in zip(torch_chunk(inputs, cu_seqlens=tensor), expected):
-        assert torch.equal(actual, want)
+    for actual, reference in zip(torch_chunk(inputs, cu_seqlens=tensor), expected):
+        assert torch.equal(actual, reference)
 
 
 def test_boundaries_written_to_between_calls_are_read_again() -> None:
@@ -29,8 +29,8 @@ def test_boundaries_written_to_between_calls_are_read_again() -> None:
     torch_chunk(inputs, cu_seqlens=boundaries)
     boundaries[1] = 17
     expected = torch_chunk(inputs, cu_seqlens=torch.tensor([0, 17, 30]))
-    for actual, want in zip(torch_chunk(inputs, cu_seqlens=boundaries), expected):
-        assert torch.equal(actual, want)
+    for actual, reference in zip(torch_chunk(inputs, cu_seqlens=boundaries), expected):
+        assert torch.equal(actual, reference)
 
 
 @pytest.mark.parametrize(
@@ -41,5 +41,5 @@ def test_the_other_forms_take_packs_and_count_blocks_from_the_start_of_each_sequ
     inputs = make_inputs(B=1, T=20, N=4, dtype=torch.float64)
     options = {"block_size": block_size} if block_size > 1 else {}
     found = form(**inputs, cu_seqlens=torch.tensor(offsets), output_final_state=True, **options)
-    for actual, want in zip(found, momentum_delta_rule(**inputs, offsets=offsets, block_size=block_size)):
-        assert relative_error(actual, want) <= 1e-13
+    for actual, expected in zip(found, momentum_delta_rule(**inputs, offsets=offsets, block_size=block_size)):
+        assert relative_error(actual, expected) <= 1e-13

@@ -102,10 +102,10 @@ def test_no_output_depends_on_a_later_token(case, where: float) -> None:
 def test_cutting_a_sequence_anywhere_changes_nothing(case, where: int) -> None:
     inputs, _, options = case
     cut = min(where, inputs["q"].shape[1])
-    wanted = torch_chunk(inputs, **options)
+    expected = torch_chunk(inputs, **options)
     head = {name: x if name == "initial_state" else x[:, :cut] for name, x in inputs.items()}
     first, state = torch_chunk(head, **options)
     tail = {name: state if name == "initial_state" else x[:, cut:] for name, x in inputs.items()}
     second, final = torch_chunk(tail | {"initial_state": state}, **options)
-    assert relative_error(torch.cat([first, second], 1), wanted[0]) <= 1e-11
-    assert ((final - wanted[1]).abs() <= 1e-12 * max(1.0, wanted[1].abs().max().item())).all()
+    assert relative_error(torch.cat([first, second], 1), expected[0]) <= 1e-11
+    assert ((final - expected[1]).abs() <= 1e-12 * max(1.0, expected[1].abs().max().item())).all()

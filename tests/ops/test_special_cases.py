@@ -70,9 +70,9 @@ def test_a_direct_write_of_zero_changes_nothing_bit_for_bit() -> None:
     inputs = general(direct=0.0)
     without = {name: x for name, x in inputs.items() if name != "direct"}
     for backend, dtype in (("torch", torch.float64), ("cpu", torch.float32)):
-        found, wanted = (torch_chunk(converted(x, dtype), backend=backend) for x in (inputs, without))
-        assert torch.equal(found[0], wanted[0])
-        assert torch.equal(found[1], wanted[1])
+        actual, expected = (torch_chunk(converted(x, dtype), backend=backend) for x in (inputs, without))
+        assert torch.equal(actual[0], expected[0])
+        assert torch.equal(actual[1], expected[1])
 
 
 def test_with_a_direct_write_and_no_step_it_is_gated_deltanet_whatever_the_momentum_does() -> None:
@@ -131,8 +131,8 @@ def test_the_final_state_comes_only_when_asked_for() -> None:
 def test_blockwise_takes_every_error_at_the_state_that_began_the_block(block_size: int, rule: str) -> None:
     inputs = make_inputs(rule, T=40, with_p=True, dtype=torch.float64)
     found = blockwise_momentum_delta_rule(**inputs, output_final_state=True, block_size=block_size)
-    for actual, want in zip(found, momentum_delta_rule(**inputs, block_size=block_size)):
-        assert relative_error(actual, want) <= EXACT
+    for actual, expected in zip(found, momentum_delta_rule(**inputs, block_size=block_size)):
+        assert relative_error(actual, expected) <= EXACT
     if block_size > 1:
         assert relative_error(found[0], momentum_delta_rule(**inputs)[0]) > 1e-3
 

@@ -58,14 +58,14 @@ def test_the_lean_form_is_the_definition_at_every_length(T: int, backend: str) -
     inputs = make_inputs(T=T, HV=4, with_p=True)
     kept = inputs["initial_state"].clone()
     found = fused_recurrent_momentum_delta_rule(**inputs, output_final_state=True, backend=backend)
-    for actual, want in zip(found, momentum_delta_rule(**converted(inputs, torch.float64))):
-        assert relative_error(actual, want) <= OUTPUT_BAR
+    for actual, expected in zip(found, momentum_delta_rule(**converted(inputs, torch.float64))):
+        assert relative_error(actual, expected) <= OUTPUT_BAR
     assert torch.equal(inputs["initial_state"], kept)
 
 
 def test_the_lean_form_without_initial_state_starts_at_zero() -> None:
     inputs = make_inputs(T=6, with_state=False)
     found = fused_recurrent_momentum_delta_rule(**inputs, output_final_state=True, backend="torch")
-    for actual, want in zip(found, chunk_momentum_delta_rule(**inputs, output_final_state=True, backend="torch")):
-        assert relative_error(actual, want) <= OUTPUT_BAR
+    for actual, expected in zip(found, chunk_momentum_delta_rule(**inputs, output_final_state=True, backend="torch")):
+        assert relative_error(actual, expected) <= OUTPUT_BAR
     assert fused_recurrent_momentum_delta_rule(**inputs)[1] is None

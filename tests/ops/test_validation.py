@@ -75,13 +75,13 @@ SHAPES = {
 
 @pytest.mark.parametrize(("changes", "expected"), SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("form", FORMS)
-def test_shapes(form, changes: dict, expected: str) -> None:
+def test_wrong_shapes_are_refused(form, changes: dict, expected: str) -> None:
     assert bad(changes, form) == expected
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["q", "k", "v", *GATES])
-def test_dtypes(form, name: str) -> None:
+def test_wrong_dtypes_are_refused(form, name: str) -> None:
     integers = make_inputs("general", T=4)[name].int()
     expected = f"{name} must be float64, float32, bfloat16 or float16, got torch.int32"
     assert bad({name: integers}, form) == expected
@@ -94,7 +94,7 @@ def test_vectors_share_the_dtype_of_q(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["k", "v", *GATES, "initial_state"])
-def test_devices(name: str) -> None:
+def test_tensors_on_different_devices_are_refused(name: str) -> None:
     elsewhere = make_inputs("general", T=4)[name].to("meta")
     assert bad({name: elsewhere}) == f"{name} must be on the device of q, cpu, got meta"
 
@@ -118,7 +118,7 @@ def test_a_state_that_is_no_tensor_or_no_float() -> None:
 @pytest.mark.parametrize(
     ("value", "shown"), [(0.25, "0.25"), (float("inf"), "inf"), (float("nan"), "NaN in 1 of 16 places")]
 )
-def test_logs_above_zero_and_nan(form, name: str, value: float, shown: str) -> None:
+def test_logs_above_zero_and_nan_are_refused(form, name: str, value: float, shown: str) -> None:
     expected = f"{name} must be <= 0 (the log of a gate in [0, 1]), got {shown}"
     assert bad(spoiled(name, value), form) == expected
 
@@ -151,7 +151,7 @@ PACKS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("offsets", "expected"), PACKS.values(), ids=PACKS.keys())
-def test_boundaries(form, offsets: list, expected: str) -> None:
+def test_wrong_boundaries_are_refused(form, offsets: list, expected: str) -> None:
     assert bad({"cu_seqlens": torch.tensor(offsets)}, form, B=1) == expected
 
 
@@ -161,19 +161,19 @@ def test_boundaries_of_the_wrong_kind_or_for_a_batch() -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [0, -1, 257, 16.0, True, "64"])
-def test_chunk_size(chunk_size) -> None:
+def test_wrong_chunk_sizes_are_refused(chunk_size) -> None:
     assert bad({"chunk_size": chunk_size}) == f"chunk_size must be an integer from 1 to 256, got {chunk_size!r}"
 
 
 @pytest.mark.parametrize("block_size", [0, -3, 2.0, True])
-def test_block_size(block_size) -> None:
+def test_wrong_block_sizes_are_refused(block_size) -> None:
     expected = f"block_size must be a positive integer, got {block_size!r}"
     assert bad({"block_size": block_size}, blockwise_momentum_delta_rule) == expected
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scale", ["half", float("nan")])
-def test_scale(form, scale) -> None:
+def test_wrong_scales_are_refused(form, scale) -> None:
     assert re.search(rf"scale must be .*, got {re.escape(repr(scale))}", bad({"scale": scale}, form))
 
 
@@ -197,7 +197,7 @@ def bad_step(**changes) -> str:
     return message_of(momentum_delta_step, **token(**changes))
 
 
-def test_step_shapes() -> None:
+def test_a_step_refuses_wrong_shapes() -> None:
     assert bad_step(q=torch.ones(2, 1, 2, 16)) == "q must have shape [B, H, D], got [2, 1, 2, 16]"
     assert bad_step(beta=torch.ones(2)) == "beta must have shape [2, 2], one per value head, got [2]"
     expected = "S of the state must have shape [slots, HV, K, V] = [2, 2, 16, 24], got [1, 2, 16, 24]"
@@ -226,7 +226,7 @@ def test_step_state_dtype_device_and_kind() -> None:
     ],
     ids=["too few", "too large", "negative", "not whole", "a list"],
 )
-def test_step_slots(backend: str, indices, given: str) -> None:
+def test_a_step_refuses_wrong_slots(backend: str, indices, given: str) -> None:
     assert re.search(rf"^state_indices must .*{given}", bad_step(state_indices=indices, backend=backend))
 
 
@@ -237,7 +237,7 @@ def test_step_slots_that_are_named_twice(backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_step_gates_out_of_range(name: str) -> None:
+def test_a_step_refuses_gates_out_of_range(name: str) -> None:
     gate = token()[name].clone()
     gate[0, 1] = float("nan")
     assert bad_step(**{name: gate}).endswith("got NaN in 1 of 4 places")

@@ -44,8 +44,8 @@ def first_order(inputs: Tensors, **gates: Tensor) -> dict:
     return shared | gates | {"initial_state": inputs["initial_state"][0], "use_qk_l2norm_in_kernel": True}
 
 
-def assert_same(found: tuple, wanted: tuple) -> None:
-    for actual, expected in zip(found, wanted):
+def assert_same(found: tuple, reference: tuple) -> None:
+    for actual, expected in zip(found, reference):
         assert relative_error(actual, expected) <= EXACT
 
 
@@ -180,9 +180,9 @@ def test_it_compiles_into_one_graph_with_gradients(packed: bool) -> None:
         o, state = vector_rule(x, **options)
         return o.square(), state
 
-    found = with_gradients(torch.compile(squared, fullgraph=True, backend="aot_eager"), inputs)
-    for name, wanted in with_gradients(squared, inputs).items():
-        assert relative_error(found[name], wanted) <= 1e-6, name
+    actual = with_gradients(torch.compile(squared, fullgraph=True, backend="aot_eager"), inputs)
+    for name, expected in with_gradients(squared, inputs).items():
+        assert relative_error(actual[name], expected) <= 1e-6, name
 
 
 def test_the_step_compiles_and_updates_its_state() -> None:

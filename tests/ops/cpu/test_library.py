@@ -108,11 +108,11 @@ def one_call(seed: int) -> torch.Tensor:
 
 @pytest.mark.native
 def test_several_python_threads_may_call_at_once() -> None:
-    wanted = [one_call(seed) for seed in range(4)]
+    expected = [one_call(seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(one_call, [seed for _ in range(5) for seed in range(4)]))
-    for index, result in enumerate(found):
-        assert torch.equal(result, wanted[index % 4])
+        actual = list(pool.map(one_call, [seed for _ in range(5) for seed in range(4)]))
+    for index, result in enumerate(actual):
+        assert torch.equal(result, expected[index % 4])
 
 
 def _child(connection, given: RuleTensors, threads: int) -> None:
@@ -158,9 +158,9 @@ def test_denormals_are_restored_after_a_call() -> None:
 
 @pytest.mark.native
 def test_memory_of_inference_tensors_can_be_used() -> None:
-    wanted = one_call(2)
+    expected = one_call(2)
     with torch.inference_mode():
-        assert torch.equal(one_call(2), wanted)
+        assert torch.equal(one_call(2), expected)
 
 
 def test_the_install_succeeds_without_a_compiler(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_every_batch_is_the_product_with_the_dequantised_weights(
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(1, 1), (15, 31), (16, 32), (17, 33), (35, 100), (300, 513)])
-def test_odd_shapes(format: str, shape: tuple[int, int], every_instruction_set: None) -> None:
+def test_odd_shapes_equal_the_product(format: str, shape: tuple[int, int], every_instruction_set: None) -> None:
     check_product(random(3, shape[1], seed=1), pack(random(*shape), format))
 
 

@@ -107,15 +107,16 @@ VARIANTS = {
 def test_a_variant_is_its_own_recurrence_with_gradients_of_its_gates(name: str) -> None:
     recurrence, arguments, key, gates = VARIANTS[name]
     rule = chunk_gated_delta_rule if name == "kaczmarz" else chunk_comba
-    found_gates, wanted_gates = ([x.clone().requires_grad_() for x in gates] for _ in range(2))
+    found_gates, expected_gates = ([x.clone().requires_grad_() for x in gates] for _ in range(2))
     found = rule(**arguments(Q, key, VALUE, G, *found_gates), output_final_state=True)
-    wanted = recurrence(*wanted_gates)
-    for actual, expected in zip(found, wanted):
+    reference = recurrence(*expected_gates)
+    for actual, expected in zip(found, reference):
         assert relative_error(actual, expected) <= 1e-12
-    found_grads, wanted_grads = (
-        torch.autograd.grad(o.square().sum(), given) for o, given in ((found.o, found_gates), (wanted[0], wanted_gates))
+    found_grads, expected_grads = (
+        torch.autograd.grad(o.square().sum(), given)
+        for o, given in ((found.o, found_gates), (reference[0], expected_gates))
     )
-    for actual, expected in zip(found_grads, wanted_grads):
+    for actual, expected in zip(found_grads, expected_grads):
         assert relative_error(actual, expected) <= 1e-10
 
 
