@@ -25,6 +25,7 @@ MATH, TORCH, PASSES = "momentum/chunk_math.py", "momentum/chunk_torch.py", "mome
 VECTOR_MATH = "momentum/vector_math.py"
 FORWARD, BACKWARD, CHUNK = "cpu/csrc/forward.cpp", "cpu/csrc/backward.cpp", "cpu/csrc/chunk.h"
 STATE, GATE_GRADIENTS, STEP = "cpu/csrc/state.h", "cpu/csrc/gate_gradients.h", "cpu/csrc/step.cpp"
+VECTOR_CHUNK, VECTOR_BACKWARD = "cpu/csrc/vector_chunk.h", "cpu/csrc/vector_backward.cpp"
 REFERENCE, INPUTS = "momentum/reference.py", "first_order/inputs.py"
 SCALAR, VECTOR, SCAN = "first_order/chunk_scalar.py", "first_order/chunk_vector.py", "first_order/state_scan.py"
 
@@ -163,8 +164,8 @@ MUTANTS = (
         "recurrent",
         "the momentum misses eta",
         REFERENCE,
-        'torch.einsum("bhk,bhv->bhkv", eta[:, t, :, None] * k[:, t], r)',
-        'torch.einsum("bhk,bhv->bhkv", k[:, t], r)',
+        'torch.einsum("bhk,bhv->bhkv", eta[:, t, :, None] * k[:, t], residual)',
+        'torch.einsum("bhk,bhv->bhkv", k[:, t], residual)',
     ),
     # ------------------------------------------------------------------- a decay for every key dimension, in torch
     Mutant(
@@ -310,6 +311,31 @@ MUTANTS = (
         "    const long slot = step.slots != nullptr ? step.slots[row] : row;\n    const long key_row",
         "    const long slot = row;\n    const long key_row",
     ),
+    # ------------------------------------------------------------------ a decay for every key dimension, natively
+    Mutant(
+        "cpu",
+        "vector decay: p reads the state after its token's decay",
+        VECTOR_CHUNK,
+        "find_products(unit, p.row(i), i, i - 1, pk, pe, -1);",
+        "find_products(unit, p.row(i), i, i, pk, pe, -1);",
+        tests="kda or rwkv7",
+    ),
+    Mutant(
+        "cpu",
+        "vector decay: gradient of the decays without the state's own",
+        VECTOR_BACKWARD,
+        "at_end[d] = vectors.abar.row(C)[d] * dot(ws.gradient.row(d), S0.row(d), V);",
+        "at_end[d] = 0;",
+        tests="gla or kda or rwkv7",
+    ),
+    Mutant(
+        "cpu",
+        "vector decay: gradient of the values misses what the erase key wrote",
+        VECTOR_BACKWARD,
+        "multiply_upper(ws.scratch, ws.pk_T, grad_target, C);",
+        "multiply_upper(ws.scratch, ws.pk_T, grad_o, C);",
+        tests="rwkv7",
+    ),
     # ---------------------------------------------------------------------------------------- the first-order rules
     Mutant(
         "torch",
@@ -364,7 +390,7 @@ MUTANTS = (
         "torch",
         "state scan: gradient through the probes is missing",
         SCAN,
-        "                grad_before -= probes[now].transpose(-1, -2) @ grad_residual\n",
+        "                grad_before -= probes[now].transpose(-1, -2) @ grad_values[now]\n",
         "",
     ),
     Mutant(
