@@ -22,7 +22,7 @@ class Mutant:
 
 
 MATH, TORCH, PASSES = "momentum/chunk_math.py", "momentum/chunk_torch.py", "momentum/passes.py"
-VECTOR_MATH = "momentum/vector_math.py"
+ROUNDS, VECTOR_MATH = "momentum/rounds.py", "momentum/vector_math.py"
 FORWARD, BACKWARD, CHUNK = "cpu/csrc/forward.cpp", "cpu/csrc/backward.cpp", "cpu/csrc/chunk.h"
 STATE, GATE_GRADIENTS, STEP = "cpu/csrc/state.h", "cpu/csrc/gate_gradients.h", "cpu/csrc/step.cpp"
 VECTOR_CHUNK, VECTOR_BACKWARD = "cpu/csrc/vector_chunk.h", "cpu/csrc/vector_backward.cpp"
@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         "torch",
         "the momentum before a chunk is forgotten in the next fast weight",
-        MATH,
+        ROUNDS,
         "        next_S.addcmul_(M, self.b_C[z], value=-1)\n",
         "",
     ),
@@ -100,7 +100,7 @@ MUTANTS = (
     Mutant(
         "torch",
         "gradient: S and M are swapped in what is carried to the chunk before",
-        MATH,
+        ROUNDS,
         "grad_M0.addcmul_(grad_S, self.b_C[z], value=-1)",
         "grad_M0.addcmul_(grad_M, self.b_C[z], value=-1)",
     ),

@@ -149,26 +149,6 @@ class PreparedChunks(ChunkMap):
     pk_qk: Tensor  # [Z, 2C, C]: inner products with k
     read_factors: Tensor  # [Z, 2C, 2]: what multiplies the rows of p and q in front of S and of M
     write_factors: Tensor  # [Z, C, 2]: write_S, -write_M
-    abar_C: Tensor  # [Z, 1, 1], as are the next two
-    b_C: Tensor
-    mbar_C: Tensor
-
-    def advance(self, X: Tensor, residual: Tensor, z: slice, out: Tensor) -> None:
-        """``out`` = D X + write^T R for the chunks z (8), X [z, 2K, V]; ``out`` may be X."""
-        S, M = X.chunk(2, dim=1)
-        next_S, next_M = out.chunk(2, dim=1)
-        torch.mul(S, self.abar_C[z], out=next_S)
-        next_S.addcmul_(M, self.b_C[z], value=-1)
-        torch.mul(M, self.mbar_C[z], out=next_M)
-        out.baddbmm_(self.write[z].mT, residual)
-
-    def retreat(self, grad_X: Tensor, z: slice, out: Tensor) -> None:
-        """``out`` = D^T grad_X', the part of (11) that is carried over; ``out`` may be the gradient itself."""
-        grad_S, grad_M = grad_X.chunk(2, dim=1)
-        grad_S0, grad_M0 = out.chunk(2, dim=1)
-        torch.mul(grad_M, self.mbar_C[z], out=grad_M0)
-        grad_M0.addcmul_(grad_S, self.b_C[z], value=-1)
-        torch.mul(grad_S, self.abar_C[z], out=grad_S0)
 
 
 BEFORE_TOKEN, AFTER_TOKEN = slice(0, -1), slice(1, None)  # rows of the matrices over 0..C

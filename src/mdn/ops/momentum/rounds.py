@@ -80,14 +80,26 @@ class ChunkMap:
     write: Tensor  # [Z, C, 2K]
     attend: Tensor  # [Z, C, C]
     triangle: UnitTriangle
+    abar_C: Tensor  # [Z, 1, 1], or with vector decays [Z, K, 1], as are the next two: D = [[abar_C, -b_C], [0, mbar_C]]
+    b_C: Tensor
+    mbar_C: Tensor
 
     def advance(self, X: Tensor, residual: Tensor, z: slice, out: Tensor) -> None:
         """``out`` = D X + write^T R for the chunks z (8), X [z, 2K, V]; ``out`` may be X."""
-        raise NotImplementedError
+        S, M = X.chunk(2, dim=1)
+        next_S, next_M = out.chunk(2, dim=1)
+        torch.mul(S, self.abar_C[z], out=next_S)
+        next_S.addcmul_(M, self.b_C[z], value=-1)
+        torch.mul(M, self.mbar_C[z], out=next_M)
+        out.baddbmm_(self.write[z].mT, residual)
 
     def retreat(self, grad_X: Tensor, z: slice, out: Tensor) -> None:
         """``out`` = D^T grad_X', the part of (11) that is carried over; ``out`` may be the gradient itself."""
-        raise NotImplementedError
+        grad_S, grad_M = grad_X.chunk(2, dim=1)
+        grad_S0, grad_M0 = out.chunk(2, dim=1)
+        torch.mul(grad_M, self.mbar_C[z], out=grad_M0)
+        grad_M0.addcmul_(grad_S, self.b_C[z], value=-1)
+        torch.mul(grad_S, self.abar_C[z], out=grad_S0)
 
 
 # ------------------------------------------------------------------------------------------------------------- rounds

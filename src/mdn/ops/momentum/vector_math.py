@@ -161,23 +161,7 @@ class VectorChunks(ChunkMap):
 
     gates: TokenGates
     p_is_k: bool
-    step: Steps  # [Z, K, 1] each: the whole chunk's
-    kept: list[Merge]
-
-    def advance(self, X: Tensor, residual: Tensor, z: slice, out: Tensor) -> None:
-        S, M = X.chunk(2, dim=1)
-        next_S, next_M = out.chunk(2, dim=1)
-        torch.mul(S, self.step.abar[z], out=next_S)
-        next_S.addcmul_(M, self.step.b[z], value=-1)
-        torch.mul(M, self.step.mbar[z], out=next_M)
-        out.baddbmm_(self.write[z].mT, residual)
-
-    def retreat(self, grad_X: Tensor, z: slice, out: Tensor) -> None:
-        grad_S, grad_M = grad_X.chunk(2, dim=1)
-        grad_S0, grad_M0 = out.chunk(2, dim=1)
-        torch.mul(grad_M, self.step.mbar[z], out=grad_M0)
-        grad_M0.addcmul_(grad_S, self.step.b[z], value=-1)
-        torch.mul(grad_S, self.step.abar[z], out=grad_S0)
+    kept: list[Merge]  # the levels of merging, if gradients are to follow
 
 
 class TokenGates(NamedTuple):
@@ -225,7 +209,9 @@ def prepare_vector(
         triangle=UnitTriangle.of(minus_erase.neg()),
         gates=of_tokens,
         p_is_k=p_is_k,
-        step=Steps(*(x.mT for x in step)),
+        abar_C=step.abar.mT,
+        b_C=step.b.mT,
+        mbar_C=step.mbar.mT,
         kept=kept,
     )
 
