@@ -13,7 +13,7 @@
 //     grad_Qbar = grad_O S0^T,           grad_Pbar = sign grad_target S0^T
 //     grad_Kbar = written grad_S'^T,     grad_Ebar = probed grad_S'^T
 //
-//     gradients of q, k, p, e: each product times the decay that stands in it                                 (37)
+//     gradients of q, k, p, e: each product times its decay                                                   (37)
 //     grad_log_abar_t = q_t grad_q_t - k_t grad_k_t - e_t grad_e_t + p_{t+1} grad_p_{t+1} + [t = C] (...)      (38)
 //     grad_log_alpha_l = sum over t >= l of grad_log_abar_t
 //
