@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from mdn.experiments.mqar_data import IGNORED, generate
+from mdn.experiments.mqar_data import IGNORE_INDEX, generate
 
 VOCAB = 512
 
@@ -34,7 +34,7 @@ def test_keys_and_values_are_distinct_and_from_their_halves_of_the_vocabulary(re
 def test_every_key_is_asked_once_after_the_pairs_at_the_first_position_of_a_slot():
     examples = make()
     for row, labels in zip(examples.inputs.tolist(), examples.labels.tolist()):
-        asked = [place for place, label in enumerate(labels) if label != IGNORED]
+        asked = [place for place, label in enumerate(labels) if label != IGNORE_INDEX]
         assert len(asked) == 8
         assert all(place >= 16 and place % 2 == 0 for place in asked)
         assert sorted(row[place] for place in asked) == sorted(row[0:16:2])
@@ -45,9 +45,9 @@ def test_the_label_of_a_query_is_the_value_bound_to_its_key_and_stands_nowhere_e
     for row, labels in zip(examples.inputs.tolist(), examples.labels.tolist()):
         bound = bindings_of(row, 8)
         for place, label in enumerate(labels):
-            if label != IGNORED:
+            if label != IGNORE_INDEX:
                 assert label == bound[row[place]]
-    assert (examples.labels != IGNORED).sum() == 64 * 8
+    assert (examples.labels != IGNORE_INDEX).sum() == 64 * 8
 
 
 def test_queries_and_answers_say_the_same_as_the_labels():
@@ -64,7 +64,7 @@ def test_rewriting_binds_every_key_twice_and_asks_for_the_later_value():
         assert not set(stale.values()) & set(bound.values())
         moved += row[0:16:2] != row[16:32:2]
         for place, label in enumerate(labels):
-            if label != IGNORED:
+            if label != IGNORE_INDEX:
                 assert place >= 32
                 assert label == bound[row[place]] != stale[row[place]]
     assert moved > 60  # another order, save for rare chance

@@ -35,7 +35,7 @@ from mdn.experiments.studies.signals import (
     continued_sinusoid,
     resonator,
 )
-from mdn.experiments.tiny_training import IGNORED
+from mdn.ops.fused import IGNORE_INDEX
 
 
 def seeded(seed=0):
@@ -55,7 +55,7 @@ def test_the_answer_of_noisy_recall_is_the_value_that_most_bindings_of_the_key_h
             bound.setdefault(key, []).append(value)
         answers = {key: Counter(values).most_common(1)[0] for key, values in bound.items()}
         assert all(count == AGREEING and len(bound[key]) == BINDINGS for key, (_, count) in answers.items())
-        questions = [(row[place], label) for place, label in enumerate(asked) if label != IGNORED]
+        questions = [(row[place], label) for place, label in enumerate(asked) if label != IGNORE_INDEX]
         assert dict(questions) == {key: value for key, (value, _) in answers.items()}
 
 
@@ -64,7 +64,7 @@ def test_the_majority_is_not_simply_the_latest_binding():
     latest = 0
     for row, asked in zip(inputs.tolist(), labels.tolist()):
         last = dict(zip(row[: 8 * BINDINGS : 2], row[1 : 8 * BINDINGS : 2]))
-        latest += sum(last[row[place]] == label for place, label in enumerate(asked) if label != IGNORED)
+        latest += sum(last[row[place]] == label for place, label in enumerate(asked) if label != IGNORE_INDEX)
     assert latest / 800 == pytest.approx(AGREEING / BINDINGS, abs=0.06)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mdn.experiments.tiny_training import (
-    IGNORED,
+    IGNORE_INDEX,
     LabelledTokens,
     TinyTraining,
     labelled_accuracy,
@@ -25,7 +25,7 @@ def model():
 def copying_batch(seed=0):
     """Sixteen tokens; every fourth is asked for again at the position after it."""
     inputs = torch.randint(2, 20, (8, 16), generator=torch.Generator().manual_seed(seed))
-    labels = torch.full_like(inputs, IGNORED)
+    labels = torch.full_like(inputs, IGNORE_INDEX)
     labels[:, 1::4] = inputs[:, 0::4]
     return LabelledTokens(inputs, labels)
 
@@ -44,7 +44,7 @@ def test_logits_at_labelled_positions_are_those_of_the_whole_model(model):
     with torch.no_grad():
         found, labels = labelled_logits(model, batch)
         everywhere = model(batch.inputs).logits
-    asked = batch.labels != IGNORED
+    asked = batch.labels != IGNORE_INDEX
     torch.testing.assert_close(found, everywhere[asked])
     assert torch.equal(labels, batch.labels[asked])
 
@@ -53,10 +53,10 @@ def test_accuracy_is_the_share_of_labelled_positions_that_are_right(model):
     batch = copying_batch()
     with torch.no_grad():
         likeliest = model(batch.inputs).logits.argmax(-1)
-    all_right = LabelledTokens(batch.inputs, torch.where(batch.labels != IGNORED, likeliest, IGNORED))
+    all_right = LabelledTokens(batch.inputs, torch.where(batch.labels != IGNORE_INDEX, likeliest, IGNORE_INDEX))
     assert labelled_accuracy(model, [all_right]) == 1.0
     wrong_rows = all_right.labels.clone()
-    wrong_rows[:2] = torch.where(wrong_rows[:2] != IGNORED, (wrong_rows[:2] + 1) % 20, IGNORED)
+    wrong_rows[:2] = torch.where(wrong_rows[:2] != IGNORE_INDEX, (wrong_rows[:2] + 1) % 20, IGNORE_INDEX)
     assert labelled_accuracy(model, [LabelledTokens(batch.inputs, wrong_rows)]) == 0.75
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdn.experiments.tiny_training import IGNORED
+from mdn.ops.fused import IGNORE_INDEX
 
 _BLOCK_ENTRIES = 8_000_000  # random numbers drawn at once: bounds the memory of sampling without replacement
 
@@ -85,7 +85,7 @@ def generate(
     weights = slot_weights(length, pairs, power, rewriting)
     queries = 2 * bindings * pairs + 2 * _weighted_draws(number, weights, pairs, generator)
     inputs.scatter_(1, queries, keys)
-    labels = torch.full_like(inputs, IGNORED).scatter_(1, queries, values)
+    labels = torch.full_like(inputs, IGNORE_INDEX).scatter_(1, queries, values)
     return Examples(inputs, labels, queries, values)
 
 

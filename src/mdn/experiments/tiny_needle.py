@@ -27,8 +27,9 @@ from mdn.evaluation.needle import (
     noise_sentence,
     shortest_length,
 )
-from mdn.experiments.tiny_training import IGNORED, LabelledTokens, TinyOutcome, TinyTraining, train_tiny
+from mdn.experiments.tiny_training import LabelledTokens, TinyOutcome, TinyTraining, train_tiny
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
+from mdn.ops.fused import IGNORE_INDEX
 
 TRAIN_LENGTHS = (96, 128, 192)
 BATCH_TOKENS = 3072
@@ -96,15 +97,15 @@ def make_batch(words: Words, examples: list[NeedleExample], with_others: bool) -
     rows: list[tuple[list[int], list[int]]] = []
     for example in examples:
         ids = words.encode(example.prompt)
-        labels = [IGNORED] * (len(ids) - 1) + words.encode(example.answer)
+        labels = [IGNORE_INDEX] * (len(ids) - 1) + words.encode(example.answer)
         for question, answer in example.others if with_others else ():
             asked, expected = words.encode(question), words.encode(answer)
             ids += [*labels[-1:], *asked]
-            labels += [IGNORED] * len(asked) + expected
+            labels += [IGNORE_INDEX] * len(asked) + expected
         rows.append((ids, labels))
     longest = max(len(ids) for ids, _ in rows)
     inputs = torch.tensor([[PAD] * (longest - len(ids)) + ids for ids, _ in rows])
-    return LabelledTokens(inputs, torch.tensor([[IGNORED] * (longest - len(row)) + row for _, row in rows]))
+    return LabelledTokens(inputs, torch.tensor([[IGNORE_INDEX] * (longest - len(row)) + row for _, row in rows]))
 
 
 def build_model(mixer: str, vocab_size: int, seed: int) -> MomentumDeltaNetForCausalLM:

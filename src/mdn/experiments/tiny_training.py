@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdn.common.progress import progress
+from mdn.ops.fused import IGNORE_INDEX
 
-IGNORED = -100
 _LOSSES_KEPT = 40
 
 
 class Labelled(Protocol):
-    """``labels`` are the expected tokens, IGNORED where nothing is scored."""
+    """``labels`` are the expected tokens, IGNORE_INDEX where nothing is scored."""
 
     @property
     def inputs(self) -> Tensor: ...
@@ -70,7 +70,7 @@ class TinyOutcome(NamedTuple):
 
 def labelled_logits(model: Any, batch: Labelled) -> tuple[Tensor, Tensor]:
     """Logits ``[n, V]`` at the n labelled positions, row by row, and their labels ``[n]``."""
-    asked = batch.labels != IGNORED
+    asked = batch.labels != IGNORE_INDEX
     hidden = model.model(batch.inputs, use_cache=False).last_hidden_state[asked]
     return model.lm_head(hidden), batch.labels[asked]
 

@@ -1,10 +1,9 @@
 """Softmax attention with RoPE: the attention layers of hybrids and the Transformer baseline.
 
 Shapes: queries ``[B, T, H, d]``, keys and values ``[B, T, HKV, d]`` (H a multiple of HKV), cached ones
-``[B, HKV, columns, d]``.
-Packs are attended sequence by sequence, so no mask of quadratic size is built and nothing can leak. With a cache,
-columns are those of the padded batch and the attention mask decides which of them are tokens. A window of w lets a
-token see itself and the w - 1 tokens before it.
+``[B, HKV, columns, d]``. Packs are attended sequence by sequence, so no mask of quadratic size is built and nothing can
+leak. With a cache, columns are those of the padded batch and the attention mask decides which of them are tokens. A
+window of w lets a token see itself and the w - 1 tokens before it.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Packed(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weights ``[outputs, inputs]`` that are computed with, float32, made anew at every use."""
+        """The weights ``[outputs, inputs]`` that are computed with, float32, dequantised at every use."""
         return unpack(self.packed_weight)
 
     @torch.no_grad()
@@ -120,14 +120,14 @@ class SharedInput:
         return y.view(*x.shape[:-1], member.outputs).to(x.dtype)
 
     def _part(self, member: PackedLinear, x: Tensor) -> Tensor:
-        found = self.waiting  # one read: another thread may put its own in this place
-        if found is None or not found.is_of(x) or member not in found.parts:
+        outputs = self.waiting  # one read: another thread may put its own in this place
+        if outputs is None or not outputs.is_of(x) or member not in outputs.parts:
             together = self._product_of(*self.members)
             y = together(x.view(-1, member.inputs))
             parts = {m: y[:, start : start + m.outputs] for m, start in zip(self.members, together.places)}
-            found = self.waiting = Outputs(x, x._version, parts)
-        part = found.parts.pop(member)
-        if not found.parts and self.waiting is found:
+            outputs = self.waiting = Outputs(x, x._version, parts)
+        part = outputs.parts.pop(member)
+        if not outputs.parts and self.waiting is outputs:
             self.waiting = None
         return part
 

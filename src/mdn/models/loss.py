@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE_INDEX = -100
+from mdn.ops.fused import IGNORE_INDEX
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -60,8 +60,8 @@ def chunked_linear_cross_entropy(
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if not torch.compiler.is_compiling():
         # Tasks with few labels (associative recall, question answering) need few rows of logits.
-        kept = (labels != IGNORE_INDEX).nonzero().squeeze(-1)
-        hidden, labels = hidden.index_select(0, kept), labels.index_select(0, kept)
+        labelled = (labels != IGNORE_INDEX).nonzero().squeeze(-1)
+        hidden, labels = hidden.index_select(0, labelled), labels.index_select(0, labelled)
     total = _ChunkedLinearCrossEntropy.apply(hidden, weight, labels, chunk_size)
     if count is None:
         count = (labels != IGNORE_INDEX).sum()

@@ -30,10 +30,10 @@ from mdn.layers.packed import Packed, PackedLinear
 from mdn.models import cache as _registers_the_cache_layer  # noqa: F401
 from mdn.models.config import MomentumDeltaNetConfig
 from mdn.models.decode_program import can_record, run_step
-from mdn.models.loss import IGNORE_INDEX, chunked_linear_cross_entropy, shift_labels_left
+from mdn.models.loss import chunked_linear_cross_entropy, shift_labels_left
 from mdn.models.quantize import check_format, pack_modules
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.fused import cross_entropy_sum, is_native, swiglu
+from mdn.ops.fused import IGNORE_INDEX, cross_entropy_sum, is_native, swiglu
 from mdn.parallel import tensor as _registers_the_styles  # noqa: F401
 
 if TYPE_CHECKING:

@@ -43,12 +43,12 @@ def _packed(module: nn.Linear | nn.Embedding, format: str, fill: bool) -> Packed
 
 def _join_projections(parent: nn.Module) -> None:
     """One matrix for the kernel of all projections that ``parent`` says read the same vector."""
-    found = (_first_map(getattr(parent, name, None)) for name in getattr(parent, "reads_same_input", ()))
-    members = [module for module in found if isinstance(module, PackedLinear)]
+    maps = (_first_map(getattr(parent, name, None)) for name in getattr(parent, "reads_same_input", ()))
+    members = [module for module in maps if isinstance(module, PackedLinear)]
     if len(members) > 1:
         SharedInput(members)
 
 
 def _first_map(module: nn.Module | None) -> nn.Module | None:
-    """Of a low-rank map the first half reads the input."""
+    """The map that reads the input: of a low-rank one the first half."""
     return module[0] if isinstance(module, nn.Sequential) else module

@@ -22,6 +22,7 @@ from mdn.ops.cpu import layers as native
 from mdn.ops.cpu import why_unavailable
 
 IGNORE_INDEX = -100
+"""the label of a position that counts for nothing, as in torch's cross_entropy"""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu, "silu": F.silu}
 
 _definitions_only = False

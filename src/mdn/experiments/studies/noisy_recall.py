@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from mdn.experiments.tiny_training import IGNORED, LabelledTokens
+from mdn.experiments.tiny_training import LabelledTokens
+from mdn.ops.fused import IGNORE_INDEX
 
 BINDINGS, AGREEING = 5, 3
 KEYS, VALUES = 31, 16
@@ -43,6 +44,6 @@ def generate_noisy_recall(number: int, keys: int, generator: torch.Generator) ->
     fillers = torch.randint(VOCAB_SIZE, (number, keys), generator=generator)
     questions = torch.stack([chosen.gather(1, asked), fillers], dim=2).flatten(1)
     inputs = torch.cat([shown, questions], dim=1)
-    labels = torch.full_like(inputs, IGNORED)
+    labels = torch.full_like(inputs, IGNORE_INDEX)
     labels[:, shown.shape[1] :: 2] = values[:, :, 0].gather(1, asked)
     return LabelledTokens(inputs, labels)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mdn.experiments.studies.groups import GROUPS, product_table, word_problem
 from mdn.experiments.studies.study import EQUAL_PARAMETERS, SMALL_MODEL, TEST_SEED, Comparison, Study, TokenTask
-from mdn.experiments.tiny_training import IGNORED, LabelledTokens, labelled_accuracy
+from mdn.experiments.tiny_training import LabelledTokens, labelled_accuracy
+from mdn.ops.fused import IGNORE_INDEX
 
 BATCH_TOKENS = 1024
 TRAIN_LENGTHS = (8, 16, 32)
@@ -49,8 +50,8 @@ class WordProblemTask(TokenTask):
         found, begin = {}, 0
         for multiple in MULTIPLES:
             asked = labels.clone()
-            asked[:, :begin] = IGNORED
-            asked[:, multiple * once :] = IGNORED
+            asked[:, :begin] = IGNORE_INDEX
+            asked[:, multiple * once :] = IGNORE_INDEX
             found[f"{multiple}x"] = labelled_accuracy(model, map(LabelledTokens, inputs.split(50), asked.split(50)))
             begin = multiple * once
         return found
