@@ -10,8 +10,8 @@ import yaml
 
 from mdn.cli import main
 from mdn.training.build import model_config
-from mdn.training.plan import plan_batch
 from mdn.training.recipe import field_table, find_recipe, load_recipe, packaged_recipes, to_yaml, validate
+from mdn.training.run_plan import plan_batch
 
 MODELS = ("mdn", "gdn", "comba", "kda", "mamba2", "transformer")
 ABLATIONS: dict[str, tuple[str, object]] = {

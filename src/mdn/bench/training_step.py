@@ -26,8 +26,8 @@ from mdn.layers import MIXERS
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
 from mdn.ops.fused import definitions_only
 from mdn.training.build import model_config
-from mdn.training.plan import vocabulary
 from mdn.training.recipe import load_recipe
+from mdn.training.run_plan import vocabulary
 
 BASELINE = "attention"
 REFERENCE = "momentum_deltanet"

@@ -75,8 +75,8 @@ def _dry_run(recipe: Recipe, args: argparse.Namespace) -> int:
 
     import torch
 
-    from mdn.training.plan import describe, make_plan
     from mdn.training.recipe import to_yaml
+    from mdn.training.run_plan import describe, make_plan
 
     devices = args.devices or max(torch.cuda.device_count(), 1)
     plan = make_plan(recipe, args.recipe, args.overrides, args.nodes, devices)

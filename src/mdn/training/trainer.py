@@ -39,8 +39,8 @@ from mdn.training.checkpoints import Checkpoint
 from mdn.training.mesh import RankMesh, mesh_shape
 from mdn.training.monitor import NonFiniteError, explain
 from mdn.training.optimizer_state import CANONICAL_GROUPS, load_whole_state, regrouped_schedule, whole_state
-from mdn.training.plan import plan_batch
 from mdn.training.recipe import Recipe, TrainingSettings
+from mdn.training.run_plan import plan_batch
 
 BLOCK_CLASS = "MomentumDeltaNetBlock"
 

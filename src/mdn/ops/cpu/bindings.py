@@ -95,7 +95,7 @@ class ConvolutionStep(Structure):
     _fields_ = [*_fields(c_int64, "batch channels width silu"), *_fields(c_void_p, "x weight bias state y")]
 
 
-class Gates(Structure):
+class GateMap(Structure):
     """``MdnGates``: the gates of the momentum delta rule."""
 
     _fields_ = [
@@ -156,7 +156,7 @@ class Program(Structure):
 
 STRUCTS = {
     "mdn_interface": (Problem, Step, Linear),
-    "mdn_layers_interface": (Norm, SwiGlu, Convolution, ConvolutionStep, Gates, CrossEntropy, Elementwise, Program),
+    "mdn_layers_interface": (Norm, SwiGlu, Convolution, ConvolutionStep, GateMap, CrossEntropy, Elementwise, Program),
     "mdn_vector_interface": (VectorDecay, VectorStep),
 }
 """in the order in which these functions report their sizes; the first one reports the version before them"""
@@ -239,7 +239,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "mdn_backward": Problem,
         "mdn_step": Step,
         "mdn_linear": Linear,
-        "mdn_gates": Gates,
+        "mdn_gates": GateMap,
         "mdn_convolution_step": ConvolutionStep,
         "mdn_elementwise": Elementwise,
         "mdn_run": Program,

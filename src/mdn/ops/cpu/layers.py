@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mdn.ops.cpu.bindings import Convolution, ConvolutionStep, CrossEntropy, Gates, Norm, SwiGlu, call
+from mdn.ops.cpu.bindings import Convolution, ConvolutionStep, CrossEntropy, GateMap, Norm, SwiGlu, call
 
 SMALL = 1 << 15
 """elements below which one thread is fastest"""
@@ -193,7 +193,7 @@ def momentum_gates(given: GateTensors, settings: dict[str, float]) -> Tensor:
     given = GateTensors(*(None if x is None else x.contiguous() for x in given))  # type: ignore[arg-type]
     gates = given.a.new_empty(4, *given.a.shape)
     heads = given.a.shape[-1]
-    struct = Gates(rows=given.a.numel() // heads, key_heads=len(given.A_log), value_heads=heads, **settings)
+    struct = GateMap(rows=given.a.numel() // heads, key_heads=len(given.A_log), value_heads=heads, **settings)
     _point(struct, **given._asdict())
     size, first = given.a.numel() * 4, gates.data_ptr()
     struct.log_alpha, struct.log_mu, struct.beta, struct.eta = (first + i * size for i in range(4))
