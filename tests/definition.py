@@ -56,11 +56,11 @@ def of_rows(gate: Tensor, x: Tensors) -> Tensor:
     return column(gate if gate.dim() == x["k"].dim() else column(gate))
 
 
-def momentum(state: Tensor, x: Tensors, probed: Tensor) -> Tensor:
-    """state [N, 2, HV, K, V]; the error is read at ``probed``, S itself unless the rule is blockwise or looks ahead."""
+def momentum(state: Tensor, x: Tensors, state_at_probe: Tensor) -> Tensor:
+    """state [N, 2, HV, K, V]; the error is read at ``state_at_probe``: S, unless in blocks or looking ahead."""
     S, M = state.unbind(1)
     alpha, mu, beta, eta = (of_rows(x[name], x) for name in ("alpha", "mu", "beta", "eta"))
-    write = outer(x["k"], x["v"] - read(probed, x["p"]))
+    write = outer(x["k"], x["v"] - read(state_at_probe, x["p"]))
     M = mu * M - eta * write
     S = alpha * S - beta * M
     if "direct" in x:
@@ -188,12 +188,12 @@ def momentum_delta_rule(
     sequences = v.shape[0] if offsets is None else len(offsets) - 1
     if initial_state is None:
         initial_state = v.new_zeros(2, sequences, v.shape[2], q.shape[3], v.shape[3])
-    probed: list[Tensor] = []
+    state_at_probe: list[Tensor] = []
 
     def step(state: Tensor, token: Tensors, position: int) -> Tensor:
         if position % block_size == 0:
-            probed[:] = [ahead(state, token) if lookahead else state[:, 0]]
-        return momentum(state, token, *probed)
+            state_at_probe[:] = [ahead(state, token) if lookahead else state[:, 0]]
+        return momentum(state, token, *state_at_probe)
 
     states, final = run(step, x, initial_state.transpose(0, 1), offsets)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

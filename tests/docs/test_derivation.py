@@ -54,8 +54,8 @@ def recurrence(x: Chunk, lookahead: bool) -> tuple[Tensor, Tensor, Tensor]:  # (
     S, M, outputs = x.S0, x.M0, []
     for t in range(C):
         alpha, mu = x.log_alpha[t].exp(), x.log_mu[t].exp()
-        probed = alpha * S - x.beta[t] * mu * M if lookahead else alpha * S
-        r = x.v[t] - probed.T @ k[t]
+        state_at_probe = alpha * S - x.beta[t] * mu * M if lookahead else alpha * S
+        r = x.v[t] - state_at_probe.T @ k[t]
         M = mu * M - x.eta[t] * torch.outer(k[t], r)
         S = alpha * S - x.beta[t] * M + x.direct[t] * torch.outer(k[t], r)
         outputs.append(SCALE * S.T @ q[t])
@@ -72,11 +72,11 @@ def decay(log_gate: Tensor) -> Tensor:  # (3)
 
 
 class Forward:
-    """Equations (3) to (8), with (20). ``probed`` are the rows that P reads: i - 1, or i with look-ahead (22)."""
+    """Equations (3) to (8), with (20). ``probe_rows`` are the rows that P reads: i - 1, or i with look-ahead (22)."""
 
     def __init__(self, x: Chunk, lookahead: bool = False):
         (self.q, self.q_norm), (self.k, self.k_norm) = unit(x.q), unit(x.k)
-        self.lookahead, self.probed = lookahead, slice(1, None) if lookahead else slice(0, -1)
+        self.lookahead, self.probe_rows = lookahead, slice(1, None) if lookahead else slice(0, -1)
         self.p = self.k if lookahead else x.log_alpha.exp().unsqueeze(-1) * self.k
         self.decay_alpha, self.decay_mu = decay(x.log_alpha), decay(x.log_mu)
         one, zero = x.beta.new_ones(1), x.beta.new_zeros(1)
@@ -86,8 +86,8 @@ class Forward:
         self.gamma_S = self.decay_alpha @ self.scaled  # (5)
         self.abar, self.b, self.mbar = self.decay_alpha[:, :1], self.gamma_S[:, :1], self.gamma_M[:, :1]
         self.pk, self.qk = self.p @ self.k.T, self.q @ self.k.T
-        self.erase = (self.pk * self.gamma_S[self.probed, 1:]).tril(-1)  # (6)
-        target = x.v - self.abar[self.probed] * (self.p @ x.S0) + self.b[self.probed] * (self.p @ x.M0)
+        self.erase = (self.pk * self.gamma_S[self.probe_rows, 1:]).tril(-1)  # (6)
+        target = x.v - self.abar[self.probe_rows] * (self.p @ x.S0) + self.b[self.probe_rows] * (self.p @ x.M0)
         self.solve = torch.eye(C, dtype=torch.float64) + self.erase
         self.R = torch.linalg.solve(self.solve, target)
         self.attend = self.qk * self.gamma_S[1:, 1:]  # (7)
@@ -99,7 +99,7 @@ class Forward:
 
 def backward(x: Chunk, f: Forward, grad_o: Tensor, grad_S: Tensor, grad_M: Tensor) -> list[Tensor]:
     """Equations (9) to (18), with (21); gradients in the order of ``Chunk``'s fields."""
-    before = f.probed
+    before = f.probe_rows
     grad_O = SCALE * grad_o
     k_grad_S, k_grad_M = f.k @ grad_S, f.k @ grad_M
     grad_R = f.attend.T @ grad_O + f.write_S * k_grad_S - f.write_M * k_grad_M  # (9)

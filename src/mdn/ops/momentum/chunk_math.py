@@ -197,8 +197,8 @@ def prepare(
 def _read_factors(coefficients: Coefficients, alpha: Tensor | None, probe_rows: slice) -> Tensor:
     """[Z, 2C, 2]: (-abar, b) for p, before each token (6) or after it (22), (abar, -b) after it for q (7)."""
     rows = torch.stack([coefficients.decay_alpha[..., 0], -coefficients.gamma_S[..., 0]], dim=-1)  # [Z, C+1, 2]
-    probed = rows[:, probe_rows].neg()
-    return torch.cat([probed if alpha is None else probed.mul_(alpha), rows[:, AFTER_TOKEN]], dim=1)
+    of_p = rows[:, probe_rows].neg()
+    return torch.cat([of_p if alpha is None else of_p.mul_(alpha), rows[:, AFTER_TOKEN]], dim=1)
 
 
 def spread(rows: Tensor, factors: Tensor, out: Tensor) -> Tensor:
