@@ -18,7 +18,7 @@ SHORT = (
 
 def test_the_benchmark_measures_speed_latency_and_memory_of_every_model(tmp_path):
     command = [sys.executable, "-m", "mdn", *shlex.split(SHORT)]
-    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=True).stdout
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     record = read_results(tmp_path / "serve.json", "serve")
     assert [(row["model"], row["batch"]) for row in record["rows"]] == [(m, b) for b in (1, 3) for m in MODELS]
     for row in record["rows"]:

@@ -44,6 +44,7 @@ class ServingRules(HybridAttentionMambaModelConfig):
         if reasons := unsupported(vllm_config):
             raise ValueError(f"Momentum DeltaNet models in vLLM: {'; '.join(reasons)}")
         if vllm_config.model_config.is_hybrid:
+            vllm_config.cache_config.mamba_ssm_cache_dtype = "float32"  # S and M; vLLM's "auto" warns on some CPUs
             super().verify_and_update_config(vllm_config)
 
 
