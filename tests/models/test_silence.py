@@ -1,6 +1,7 @@
 """Nothing is silently ignored: misspelt arguments, labels that do not fit, caches of another batch, config flags."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -40,6 +41,28 @@ def test_shifted_labels_alone_give_the_loss(chunk):
 def test_a_loss_of_only_some_logits_is_refused():
     with pytest.raises(ValueError, match="logits_to_keep cannot be combined with labels"):
         small_model()(tokens(1, 5), labels=tokens(1, 5), logits_to_keep=1)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_tokens_that_are_none_are_refused_by_name(whole):
+    model = small_model() if whole else small_model().model
+    with pytest.raises(ValueError, match=r"input_ids must have shape \[B, T\], got \[5\]"):
+        model(tokens(1, 5)[0])
+    with pytest.raises(ValueError, match=r"input_ids must be a tensor .* got str; a tokenizer makes it from text"):
+        model("once upon a time")
+    with pytest.raises(ValueError, match=r"inputs_embeds must have shape \[B, T, D\]"):
+        model(inputs_embeds=torch.zeros(5, model.config.hidden_size))
+    size = model.config.vocab_size
+    with pytest.raises(IndexError, match=rf"input_ids must lie in 0..{size - 1} .* got 1..{size}"):
+        model(torch.tensor([[1, size]]))
+
+
+def test_a_misspelt_field_of_a_config_is_named():
+    with pytest.warns(UserWarning, match="num_head has no effect here; did you mean num_heads?"):
+        small_config(num_head=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small_config(architectures=["X"], torch_dtype="float32", elementwise_affine=True)  # others are kept, as ever
 
 
 # ---------------------------------------------------------------------------------------------------------------- cache

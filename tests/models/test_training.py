@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Trainer, TrainingArguments
 
 from mdn.models.loss import chunked_linear_cross_entropy
 from small_models import MODELS, small_model, tokens
@@ -19,6 +20,17 @@ def assert_same(found, expected, relative=2e-5):
 
 
 # --------------------------------------------------------------------------------------------------------------- loss
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_the_trainer_reports_the_loss_of_its_evaluation(chunk, tmp_path):
+    model, ids = small_model(loss_chunk_size=chunk), tokens(4, 12)
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    found = Trainer(model, arguments, eval_dataset=data).evaluate()
+    assert found["eval_loss"] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-5)
 
 
 def test_the_loss_is_the_mean_cross_entropy_of_the_next_token():

@@ -44,6 +44,29 @@ def test_forward_mode_is_refused_by_the_chunk_form_and_works_for_the_recurrence(
     torch.testing.assert_close(tangent, o)  # linear in v
 
 
+def test_torch_func_grad_is_refused_by_name() -> None:
+    inputs = plain_inputs()
+    v = inputs.pop("v")
+    per_sample = torch.func.vmap(torch.func.grad(lambda v: chunk_momentum_delta_rule(**inputs, v=v).o.sum()))
+    with pytest.raises(NotImplementedError, match=r"torch.func .* use recurrent_momentum_delta_rule"):
+        per_sample(v.unsqueeze(0))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_vmap_has_the_gradients_of_a_loop(backend: str) -> None:
+    inputs = plain_inputs()
+    values = torch.randn(3, *inputs.pop("v").shape, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+    def rule(v: torch.Tensor) -> torch.Tensor:
+        return chunk_momentum_delta_rule(**inputs, v=v, backend=backend).o
+
+    expected = torch.stack([rule(v) for v in values])
+    (gradient,) = torch.autograd.grad(expected.square().sum(), values)
+    found = torch.func.vmap(rule)(values)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), values)[0], gradient)
+
+
 def test_gates_and_states_in_float64_beside_float32_inputs_are_cast() -> None:
     inputs = plain_inputs()
     state = torch.zeros(2, 2, 2, 8, 8, dtype=torch.float64, requires_grad=True)

@@ -6,8 +6,10 @@ Those files load unchanged. Fields that only choose a fused kernel elsewhere (``
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +171,18 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
             self.loss_chunk_size = DEFAULT_LOSS_CHUNK
         self.attn = None if self.attn is None else self._checked_attn(self.attn)
         kwargs.pop("layer_types", None)  # follows from mixer and attn
+        self._warn_of_misspelt(kwargs)
         super().__post_init__(**kwargs)
 
     # ---------------------------------------------------------------- checks
+
+    def _warn_of_misspelt(self, others: dict[str, Any]) -> None:
+        """Configs of transformers keep what they do not know; a name that is almost one of ours is a slip."""
+        known = [*MomentumDeltaNetConfig.__annotations__, *self.attribute_map]
+        for name in others:
+            close = [] if hasattr(self, name) else difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+            if close:
+                warnings.warn(f"config: {name} has no effect here; did you mean {close[0]}?", stacklevel=4)
 
     def _check_types(self) -> None:
         for name, largest in (INTEGERS | INTEGERS_OR_NONE).items():

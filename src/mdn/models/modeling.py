@@ -201,12 +201,11 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
         **where: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states ``[B, T, D]``; see ``layout_of`` for the ways to say where the tokens are (``where``)."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        _check_tokens(input_ids, inputs_embeds)
         self._refuse_unsupported(output_attentions)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_states = self._embed(input_ids) if inputs_embeds is None else inputs_embeds
         if layout is None:
             refuse_unknown(self, where)
             layout = self.layout_of(hidden_states, attention_mask, position_ids, past_key_values, **where)
@@ -230,6 +229,14 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
             past_key_values=past_key_values,
             hidden_states=(*states, hidden_states) if output_hidden_states else None,  # type: ignore[arg-type]
         )
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        try:
+            return self.embeddings(input_ids)  # type: ignore[no-any-return]
+        except IndexError:
+            low, high = int(input_ids.min()), int(input_ids.max())
+            expected = f"input_ids must lie in 0..{self.embeddings.num_embeddings - 1} (the vocabulary of this model)"
+            raise IndexError(f"{expected}, got {low}..{high}") from None
 
     def _run_layers(
         self, hidden_states: Tensor, layout: TokenLayout, past_key_values: Any, states: list[Tensor] | None = None
@@ -330,7 +337,6 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **where: Any,
     ) -> CausalLMOutputWithPast:
@@ -341,9 +347,10 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         ``config.loss_chunk_size`` and labels the logits are never built and the output's ``logits`` is None.
         ``where`` are the further arguments of ``MomentumDeltaNetModel.layout_of``, such as ``cu_seqlens``.
         """
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if tokens is None:
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        # Not in the signature: the Trainer takes every parameter with "label" in its name for a column of its data,
+        # and reports no eval_loss where one is missing.
+        shift_labels: Tensor | None = where.pop("shift_labels", None)
+        tokens = _check_tokens(input_ids, inputs_embeds)
         refuse_unknown(self, where)
         layout = self.model.layout_of(tokens, attention_mask, position_ids, past_key_values, **where)
         wants_loss = labels is not None or shift_labels is not None
@@ -456,6 +463,21 @@ def refuse_unknown(model: nn.Module, where: dict[str, Any]) -> None:
     unknown = sorted(where.keys() - LAYOUT_ARGUMENTS)
     if unknown:
         raise TypeError(f"{type(model).__name__}.forward() got unknown arguments: {', '.join(unknown)}")
+
+
+def _check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """The one that is given, ``input_ids [B, T]`` or ``inputs_embeds [B, T, D]``."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+    tokens = input_ids if inputs_embeds is None else inputs_embeds
+    name, shape = ("input_ids", "[B, T]") if inputs_embeds is None else ("inputs_embeds", "[B, T, D]")
+    if not isinstance(tokens, Tensor):
+        raise ValueError(
+            f"{name} must be a tensor {shape}, got {type(tokens).__name__}; a tokenizer makes it from text"
+        )
+    if tokens.dim() != (2 if inputs_embeds is None else 3):
+        raise ValueError(f"{name} must have shape {shape}, got {list(tokens.shape)}")
+    return tokens
 
 
 def _check_labels(name: str, labels: Tensor, layout: TokenLayout) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 
@@ -115,10 +116,15 @@ def has_tangents(tensors: Iterable[Tensor | None]) -> bool:
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def refuse_forward_mode(tensors: Iterable[Tensor | None], rule: str, instead: str) -> None:
-    """Forward-mode derivatives would stop at the border of an op without a word, so they are refused by name."""
-    if not torch.compiler.is_compiling() and has_tangents(tensors):
-        raise NotImplementedError(
-            f"the chunkwise form of the {rule} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); "
-            f"use {instead}, which is plain torch"
-        )
+def refuse_func_derivatives(tensors: Iterable[Tensor | None], rule: str, instead: str) -> None:
+    """Forward-mode derivatives would stop at the border of an op without a word, and torch.func.grad cannot enter it:
+    both are refused by name. vmap is allowed."""
+    if torch.compiler.is_compiling():
+        return
+    if has_tangents(tensors):
+        what = "forward-mode derivative (torch.func.jvp, jacfwd, forward_ad)"
+    elif any(level.key() == TransformType.Grad for level in get_interpreter_stack() or ()):
+        what = "derivative by torch.func (grad, vjp, jacrev; backward() works)"
+    else:
+        return
+    raise NotImplementedError(f"the chunkwise form of the {rule} has no {what}; use {instead}, which is plain torch")

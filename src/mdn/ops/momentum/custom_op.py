@@ -17,7 +17,7 @@ from mdn.ops.backends import backend_module
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.checks import check_gate_values
 from mdn.ops.momentum.interface import ForwardResult, RuleOptions, RuleTensors, StepState, compute_dtype
-from mdn.ops.shared_checks import has_tangents, refuse_forward_mode, without_autocast
+from mdn.ops.shared_checks import has_tangents, refuse_func_derivatives, without_autocast
 
 
 def forward(
@@ -37,7 +37,7 @@ def forward(
                 tensors, boundaries, options, save_residual
             )
             return result
-    refuse_forward_mode(tensors, "momentum delta rule", "recurrent_momentum_delta_rule")
+    refuse_func_derivatives(tensors, "momentum delta rule", "recurrent_momentum_delta_rule")
     outputs = momentum_delta_rule(
         *tensors,
         boundaries.cu_seqlens if isinstance(boundaries, SequenceBoundaries) else boundaries,
@@ -54,7 +54,9 @@ def forward(
 
 
 def wants_gradients(tensors: RuleTensors) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    """Whether there may be a backward pass. Under vmap a tensor does not show that it requires a gradient."""
+    mapped = not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+    return torch.is_grad_enabled() and (mapped or any(x is not None and x.requires_grad for x in tensors))
 
 
 def needs_dispatch(tensors: RuleTensors) -> bool:
