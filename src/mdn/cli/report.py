@@ -31,6 +31,6 @@ def run(args: argparse.Namespace) -> None:
     page = build_page(found, args.title, command_line(), date)
     write_atomically(args.out, page.encode())
     print(
-        f"{args.out}: {len(found.runs)} training runs, {len(found.results)} result files, {len(found.figures)} figures"
-        f", {len(page) / 1e6:.1f} MB; {len(found.unused)} files not used"
+        f"{args.out}: training runs {len(found.runs)}, result files {len(found.results)}, "
+        f"figures {len(found.figures)}, files not used {len(found.unused)}; {len(page) / 1e6:.1f} MB"
     )

@@ -201,11 +201,11 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
         **where: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states ``[B, T, D]``; see ``layout_of`` for the ways to say where the tokens are (``where``)."""
-        _check_tokens(input_ids, inputs_embeds)
+        tokens = _check_tokens(input_ids, inputs_embeds)
         self._refuse_unsupported(output_attentions)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        hidden_states = self._embed(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_states = self._embed(tokens) if inputs_embeds is None else inputs_embeds
         if layout is None:
             refuse_unknown(self, where)
             layout = self.layout_of(hidden_states, attention_mask, position_ids, past_key_values, **where)
@@ -232,7 +232,7 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         try:
-            return self.embeddings(input_ids)  # type: ignore[no-any-return]
+            return self.embeddings(input_ids)
         except IndexError:
             low, high = int(input_ids.min()), int(input_ids.max())
             expected = f"input_ids must lie in 0..{self.embeddings.num_embeddings - 1} (the vocabulary of this model)"
