@@ -32,13 +32,13 @@ from conformance import (
 )
 from definition import (
     AHEAD,
+    FIRST_ORDER,
     FIRST_ORDER_GATES,
     HARD_ZERO,
     KEYS,
     MOMENTUM,
     MOMENTUM_GATES,
     RULES,
-    SCALAR_DECAY,
     SCALAR_MOMENTUM,
     Tensors,
     converted,
@@ -50,7 +50,7 @@ from definition import (
 BACKENDS = os.environ.get("MDN_TEST_BACKENDS", "torch,cpu,recurrent").split(",")
 INTERPRETED = "triton" in BACKENDS
 """a kernel takes a second or two under the interpreter, so it skips what other cases show as well"""
-FAMILIES = {"torch": RULES, "recurrent": RULES, "cpu": (*SCALAR_MOMENTUM, *SCALAR_DECAY), "triton": SCALAR_MOMENTUM}
+FAMILIES = {"torch": RULES, "recurrent": RULES, "cpu": (*SCALAR_MOMENTUM, *FIRST_ORDER), "triton": SCALAR_MOMENTUM}
 DTYPES = {
     "recurrent": (torch.float64, torch.bfloat16, torch.float16),
     "torch": (torch.float64, torch.bfloat16, torch.float16),

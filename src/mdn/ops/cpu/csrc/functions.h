@@ -54,6 +54,12 @@ MDN_INLINE Vector maximum(Vector a, const Vector& b) {
     return a;
 }
 
+// x, but 0 where `factor` is 0.
+MDN_INLINE Vector zero_where_zero(Vector x, const Vector& factor) {
+    for (int i = 0; i < kParts; ++i) x.part[i] = factor.part[i] != 0 ? x.part[i] : Lanes{};
+    return x;
+}
+
 // The first `count` <= 16 floats; the others are `rest`.
 MDN_INLINE Vector load_first(const float* from, long count, float rest = 0) {
     if (count == kWidth) return load(from);

@@ -223,7 +223,8 @@ void finish_gradients(const Unit& unit, BackwardWorkspace& ws, long chunk) {
             const Vector grad_q = load(ws.grad_q.row(i) + d), grad_k = load(ws.grad_k.row(i) + d);
             later = later + q * grad_q - k * grad_k;
             if (has_e) later = later - load(vectors.e.row(i) + d) * load(ws.grad_e.row(i) + d);
-            store(ws.grad_log_alpha.row(i) + d, later);
+            // Nothing passes an alpha of 0, so its gradient is 0; the terms of the sum cancel only up to rounding.
+            store(ws.grad_log_alpha.row(i) + d, zero_where_zero(later, load(vectors.alpha.row(i) + d)));
             if (has_p) later = later + load(vectors.p.row(i) + d) * load(ws.grad_p.row(i) + d);
             const float with_k = ws.grad_qk.row(i)[i];
             Vector own = k * with_k;
