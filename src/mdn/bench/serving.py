@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from tqdm import tqdm
 
 from mdn.bench.equal_size import ModelSize
@@ -77,6 +78,7 @@ class BenchmarkedEngine:
                 max_num_seqs=most_requests,
                 block_size=PAGE_TOKENS,
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
             )
             self.engine = LLMEngine.from_engine_args(arguments)
         self.vocab_size, self.requests = config.vocab_size, 0
@@ -126,6 +128,7 @@ def bench(models: list[str], batches: list[int], contexts: list[int], size: Serv
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB for the pages of each engine
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    transformers.utils.logging.disable_progress_bar()
     facts = machine()
     configs = size.configs(models)
     longest = max([size.prompt + size.answer, *contexts]) + 1
