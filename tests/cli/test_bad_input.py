@@ -234,7 +234,12 @@ def test_an_interrupted_quantize_leaves_nothing_behind(
         (("train", "demo", "model.init_from=nowhere", "--dry-run"), "'nowhere' is neither a model directory"),
         (("train",), "give a recipe"),
         (("trian", "demo"), "invalid choice: 'trian'"),
-        (("train", "demo", "--nonsense"), "unrecognized arguments: --nonsense"),
+        (("train", "demo", "--nonsense"), "unrecognized arguments: --nonsense; see `mdn train --help`"),
+        (
+            ("generate", "MODEL", "--prompt", "a", "--tokens", "3"),
+            "unrecognized arguments: --tokens 3 (did you mean --max-new-tokens?); see `mdn generate --help`",
+        ),
+        (("bench", "op", "--fast"), "see `mdn bench op --help`"),
         (("mqar", "quick", "seeds=9"), "seeds"),
         (("mqar", "quick", "mixers=[no_such_mixer]"), "unknown mixer 'no_such_mixer'"),
         (("report", "OUT/nothing", "--out", "OUT/page.html"), "nothing"),

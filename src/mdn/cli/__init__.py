@@ -7,6 +7,7 @@ Bad input is one clear line on stderr and exit code 2. MDN_DEBUG=1 shows the tra
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -135,14 +136,16 @@ def _add_command(commands: Any, name: str, module_name: str, summary: str | None
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(sub)
-    sub.set_defaults(run=module.run)
+    sub.set_defaults(run=module.run, parser=sub)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0, 1 (the work failed), 2 (bad input), 130 (Ctrl-C)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        args = build_parser(arguments).parse_args(arguments)
+        args, unknown = build_parser(arguments).parse_known_args(arguments)
+        if unknown:
+            _refuse_words(args.parser, unknown)
         return args.run(args) or 0
     except KeyboardInterrupt:
         print("mdn: interrupted", file=sys.stderr)
@@ -154,6 +157,16 @@ def main(arguments: list[str] | None = None) -> int:
         message, code = _explain(error)
         print(f"mdn: error: {message}", file=sys.stderr)
         return code
+
+
+def _refuse_words(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
+    """Names the nearest option: one that has the word in its name (--tokens, --max-new-tokens), or a close spelling."""
+    word = next((word.strip("-").partition("=")[0] for word in unknown if word.startswith("--")), "")
+    options = [option.removeprefix("--") for option in parser._option_string_actions if option.startswith("--")]
+    inside = [option for option in options if word in option.split("-")]
+    close = inside or difflib.get_close_matches(word, options, n=1, cutoff=0.7)
+    meant = f" (did you mean --{close[0]}?)" if close else ""
+    raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{meant}; see `{parser.prog} --help`")
 
 
 def _explain(error: Exception) -> tuple[str, int]:
