@@ -19,6 +19,30 @@ def normalise(vector, L2NORM: tl.constexpr):
     return vector
 
 
+@triton.jit
+def update(
+    S, M, q_t, k_t, p_t, r_t, log_alpha_t, log_mu_t, beta_t, eta_t, direct_t,
+    L2NORM: tl.constexpr, P_TIMES_ALPHA: tl.constexpr, LOOKAHEAD: tl.constexpr,
+):  # fmt: skip
+    """(1): S and M [BK, BV] after the token, and its output [BV] before the scale. r_t [BV] comes as v_t; direct_t is
+    None for the rule of the paper."""
+    alpha = tl.exp(log_alpha_t)
+    p_t = normalise(p_t, L2NORM)
+    if P_TIMES_ALPHA:
+        p_t *= alpha
+    M *= tl.exp(log_mu_t)
+    if LOOKAHEAD:
+        r_t -= tl.sum((alpha * S - beta_t * M) * p_t[:, None], axis=0)
+    else:
+        r_t -= tl.sum(S * p_t[:, None], axis=0)
+    k_t = normalise(k_t, L2NORM)
+    M -= k_t[:, None] * (eta_t * r_t)[None, :]
+    S = alpha * S - beta_t * M
+    if direct_t is not None:
+        S += k_t[:, None] * (direct_t * r_t)[None, :]
+    return S, M, tl.sum(S * normalise(q_t, L2NORM)[:, None], axis=0)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def decode_kernel(
     q,  # [B, H, K], as are k and p
@@ -84,7 +108,9 @@ def decode_kernel(
     log_mu_t = tl.load(log_mu + value_row, volatile=True).to(COMPUTE)
     beta_t = tl.load(beta + value_row, volatile=True).to(COMPUTE)
     eta_t = tl.load(eta + value_row, volatile=True).to(COMPUTE)
-    if direct is not None:
+    if direct is None:
+        direct_t = None
+    else:
         direct_t = tl.load(direct + value_row, volatile=True).to(COMPUTE)
     q_t = tl.load(q + key_row * K + rows, mask=rows < K, other=0.0, volatile=True).to(COMPUTE)  # [BK]
     tl.debug_barrier()
@@ -94,22 +120,11 @@ def decode_kernel(
     else:
         p_t = tl.load(p + key_row * K + rows, mask=rows < K, other=0.0, volatile=True).to(COMPUTE)  # [BK]
 
-    alpha = tl.exp(log_alpha_t)
-    p_t = normalise(p_t, L2NORM)
-    if P_TIMES_ALPHA:
-        p_t *= alpha
-    # (1)
-    M_tile *= tl.exp(log_mu_t)
-    if LOOKAHEAD:
-        r_t -= tl.sum((alpha * S_tile - beta_t * M_tile) * p_t[:, None], axis=0)
-    else:
-        r_t -= tl.sum(S_tile * p_t[:, None], axis=0)
-    k_t = normalise(k_t, L2NORM)
-    M_tile -= k_t[:, None] * (eta_t * r_t)[None, :]
-    S_tile = alpha * S_tile - beta_t * M_tile
-    if direct is not None:
-        S_tile += k_t[:, None] * (direct_t * r_t)[None, :]
-    o_t = tl.sum(S_tile * normalise(q_t, L2NORM)[:, None], axis=0) * scale
+    S_tile, M_tile, o_t = update(
+        S_tile, M_tile, q_t, k_t, p_t, r_t, log_alpha_t, log_mu_t, beta_t, eta_t, direct_t,
+        L2NORM, P_TIMES_ALPHA, LOOKAHEAD,
+    )  # fmt: skip
+    o_t *= scale
     tl.store(S_at, S_tile.to(S.dtype.element_ty), mask=mask)
     if M is not None:
         tl.store(M_at, M_tile.to(M.dtype.element_ty), mask=mask)
