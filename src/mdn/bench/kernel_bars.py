@@ -12,7 +12,8 @@ COUNT_BARS = {"forward": 700, "backward": 2000}
 """warp instructions per token and head, emulated"""
 WAVEFRONT_BAR = 1.2
 """passes through shared memory over those without bank conflicts, in every kernel"""
-SHARED_LIMIT_SM90 = 232_448
+SHARED_LIMITS = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_120": 101_376}
+"""bytes of shared memory that a block can have"""
 
 
 def total_ms(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
@@ -59,6 +60,8 @@ def broken_bars(report: dict[str, Any]) -> list[str]:
     for row in (*report["kernels"], *report.get("variants", ())):
         if row.get("register_products"):
             broken.append(f"{row['name']} has wgmma with an operand in registers on {row['target']} at K={row['K']}")
-        if row["target"] == "sm_90" and row["shared_bytes"] > SHARED_LIMIT_SM90:
-            broken.append(f"{row['name']} needs {row['shared_bytes']} bytes of shared memory on sm_90 at K={row['K']}")
+        if row["shared_bytes"] > SHARED_LIMITS.get(row["target"], row["shared_bytes"]):
+            broken.append(
+                f"{row['name']} needs {row['shared_bytes']} bytes of shared memory on {row['target']} at K={row['K']}"
+            )
     return broken

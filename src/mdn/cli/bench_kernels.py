@@ -14,17 +14,18 @@ from mdn.cli.options import positive_int
 HELP = "resources of the Triton kernels per GPU target, launches and bytes written; needs no GPU"
 EXAMPLE = "mdn bench kernels --targets sm_90 --json kernels.json"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+CHOICES = (*TARGETS, "sm_86", "sm_120")
 KEY_DIMS = (128, 256)
 VALUE_DIM = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--targets", nargs="+", choices=(*TARGETS, "sm_120"), default=list(TARGETS), help="GPUs")
+    parser.add_argument("--targets", nargs="+", choices=CHOICES, default=list(TARGETS), help="GPUs")
     parser.add_argument("--key-dims", nargs="+", type=int, default=list(KEY_DIMS), metavar="K", help="128 256")
     parser.add_argument(
         "--variants",
         nargs="+",
-        choices=(*TARGETS, "sm_120"),
+        choices=CHOICES,
         default=[],
         metavar="TARGET",
         help="GPUs for which other dtypes, chunk sizes, head groups and packs are compiled, too",

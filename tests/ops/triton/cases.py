@@ -24,6 +24,7 @@ from mdn.bench.gpu.interpreter import repair
 from mdn.ops import chunk_momentum_delta_rule, momentum_delta_step
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors
 from mdn.ops.triton.host import intercept_launches, run_launch
+from mdn.ops.triton.tiles import assume_target
 
 
 def kernel_form(inputs, **options):
@@ -150,7 +151,16 @@ def states_only():
         yield kind, {"states": float(not same), "outputs": states.o.numel()}
 
 
-GROUPS = (strong_coupling, rounded_inverse, repeated_key, absent_slots, states_only)
+def other_gpus():
+    """float32 inputs as for a GPU on which products are cut (sm_90), and one on which chunks are shorter (sm_86)."""
+    for target, key_dim in (("sm_90", 128), ("sm_86", 130)):
+        inputs = make_inputs(B=1, T=70, H=1, K=key_dim, V=16, dtype=torch.float32)
+        exact = run_with_gradients(lambda x: momentum_delta_rule(**x), leaves(inputs, torch.float64), torch.float32)
+        with assume_target(target):
+            yield target, errors_of(run_with_gradients(kernel_form, leaves(inputs)), exact)
+
+
+GROUPS = (strong_coupling, rounded_inverse, repeated_key, absent_slots, states_only, other_gpus)
 
 if __name__ == "__main__":
     assert kernels.why_unavailable("cpu") is None

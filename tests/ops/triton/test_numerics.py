@@ -16,9 +16,8 @@ FLOAT64_TOLERANCE = 1e-12
 @pytest.fixture(scope="module")
 def results():
     """One process for all groups: starting Triton costs more than a small case."""
-    return run_interpreted(
-        "cases.py", "strong_coupling", "rounded_inverse", "repeated_key", "absent_slots", "states_only"
-    )
+    groups = ("strong_coupling", "rounded_inverse", "repeated_key", "absent_slots", "states_only", "other_gpus")
+    return run_interpreted("cases.py", *groups)
 
 
 def assert_all_below(cases, tolerance):
@@ -50,3 +49,8 @@ def test_rows_whose_slot_does_not_exist_give_zeros_and_change_nothing(results):
 
 def test_states_without_outputs_are_those_of_the_whole_pass(results):
     assert_all_below(results["states_only"], 0.0)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_86"])
+def test_what_is_computed_differently_on_other_gpus_is_as_exact(results, target):
+    assert_all_below({target: results["other_gpus"][target]}, FLOAT32_TOLERANCE)

@@ -72,12 +72,13 @@ def backward_scores_kernel(
     PACKED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_WARP: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """Token i + 1 probes with row i of gamma_S. So p and grad_v are read one token ahead, and grad_pk is written one
     row ahead: no matrix has to be shifted. With LOOKAHEAD token i probes with row i, without its diagonal."""
     shape: tl.constexpr = Shape(H=H, HV=HV, K=K, V=V, C=C, BK=BK, BV=BV)
-    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION)
+    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION, BY_WARP=BY_WARP)
     chunk, head = locate_chunk(chunk_indices, cu_seqlens, time, HV, HV, C, PACKED)
     key_head = head // (HV // H)
     slot = chunk.slot
@@ -249,6 +250,53 @@ def states_part(
         return part - of_M_factor * of_M
 
 
+@triton.jit
+def place_of(chunk, key_head, member, shape):
+    """Where value head number ``member`` of a key head works."""
+    head = key_head * (shape.HV // shape.H) + member
+    return Place(chunk=chunk, slot=chunk.slot + member, head=head, key_head=key_head)
+
+
+@triton.jit
+def part_of_q(grad_o, states, grad_qk, q, k, vectors, grad_vectors, place, shape, arithmetic, HELD: tl.constexpr):
+    """What one value head adds to the gradient of q [C, BK] (14). q and k are those of `key_sources`, as below."""
+    weights = tl.load(square_at(grad_qk, place.slot, shape.C))  # [C, C]
+    part = states_part(
+        grad_o, states, q, vectors, grad_vectors, place, QUERY_S, Q_FACTOR, GRAD_ABAR, 1.0, shape, arithmetic, HELD
+    )
+    return add_product(part, weights, tile_of(k, place.chunk, place.key_head, shape, arithmetic, HELD), arithmetic)
+
+
+@triton.jit
+def part_of_k(
+    residual, grad_states, grad_qk, grad_pk, q, k, p, vectors, grad_vectors, place, shape, arithmetic,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """What one value head adds to the gradient of k [C, BK] as a key (14)."""
+    part = states_part(
+        residual, grad_states, k, vectors, grad_vectors, place, WRITE_S, K_FACTOR, GRAD_WRITE_S, 1.0,
+        shape, arithmetic, HELD,
+    )  # fmt: skip
+    weights = tl.trans(tl.load(square_at(grad_qk, place.slot, shape.C)))  # [C, C]
+    part = add_product(part, weights, tile_of(q, place.chunk, place.key_head, shape, arithmetic, HELD), arithmetic)
+    weights = tl.trans(tl.load(square_at(grad_pk, place.slot, shape.C)))  # [C, C]
+    return add_product(part, weights, tile_of(p, place.chunk, place.key_head, shape, arithmetic, HELD), arithmetic)
+
+
+@triton.jit
+def part_of_p(grad_v, states, grad_pk, k, p, vectors, grad_vectors, place, shape, arithmetic, HELD: tl.constexpr):
+    """What one value head adds to the gradient of p [C, BK] (14); stores that of log_alpha, which multiplies p."""
+    part = states_part(
+        grad_v, states, p, vectors, grad_vectors, place, READ_S, P_FACTOR, GRAD_ABAR_BEFORE, -1.0,
+        shape, arithmetic, HELD,
+    )  # fmt: skip
+    weights = tl.load(square_at(grad_pk, place.slot, shape.C))  # [C, C]
+    part = add_product(part, weights, tile_of(k, place.chunk, place.key_head, shape, arithmetic, HELD), arithmetic)
+    tile = tile_of(p, place.chunk, place.key_head, shape, arithmetic, HELD)
+    store_row_sums(grad_vectors, 1.0, part, tile, place.slot, GRAD_ALPHA_IN_P)
+    return part
+
+
 @triton.jit(do_not_specialize=RUNTIME_NUMBERS)
 def backward_inputs_kernel(
     grad_o,  # [tokens, HV, V], as are residual and grad_v
@@ -281,11 +329,12 @@ def backward_inputs_kernel(
     PACKED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_WARP: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """Sums over the value heads of its key head in registers, so that grouped heads need no extra buffer."""
     shape: tl.constexpr = Shape(H=H, HV=HV, K=K, V=V, C=C, BK=BK, BV=BV)
-    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION)
+    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION, BY_WARP=BY_WARP)
     chunk, key_head = locate_chunk(chunk_indices, cu_seqlens, time, H, HV, C, PACKED)
     STATE: tl.constexpr = 2 * K * V
     for member in range(HV // H):
@@ -296,39 +345,26 @@ def backward_inputs_kernel(
 
     of_q = tl.zeros([C, BK], COMPUTE)
     for member in range(HV // H):
-        place = Place(chunk=chunk, slot=chunk.slot + member, head=key_head * (HV // H) + member, key_head=key_head)
+        place = place_of(chunk, key_head, member, shape)
         state = states + place.slot * STATE
-        weights = tl.load(square_at(grad_qk, place.slot, C))  # [C, C]
-        part = states_part(
-            grad_o, state, q_source, vectors, grad_vectors, place, QUERY_S, Q_FACTOR, GRAD_ABAR, 1.0,
-            shape, arithmetic, HELD,
-        )  # fmt: skip
-        of_q += add_product(part, weights, tile_of(k_source, chunk, key_head, shape, arithmetic, HELD), arithmetic)
+        of_q += part_of_q(
+            grad_o, state, grad_qk, q_source, k_source, vectors, grad_vectors, place, shape, arithmetic, HELD
+        )
     tile = tile_of(q_source, chunk, key_head, shape, arithmetic, HELD)
     store_raw_gradient(grad_q, of_q, tile, chunk, key_head, shape, L2NORM)
 
     of_k = tl.zeros([C, BK], COMPUTE)
     of_p = tl.zeros([C, BK], COMPUTE)
     for member in range(HV // H):
-        place = Place(chunk=chunk, slot=chunk.slot + member, head=key_head * (HV // H) + member, key_head=key_head)
+        place = place_of(chunk, key_head, member, shape)
         state, grad_state = states + place.slot * STATE, grad_states + place.slot * STATE
-        part = states_part(
-            residual, grad_state, k_source, vectors, grad_vectors, place, WRITE_S, K_FACTOR, GRAD_WRITE_S, 1.0,
+        of_k += part_of_k(
+            residual, grad_state, grad_qk, grad_pk, q_source, k_source, p_source, vectors, grad_vectors, place,
             shape, arithmetic, HELD,
         )  # fmt: skip
-        weights = tl.trans(tl.load(square_at(grad_qk, place.slot, C)))  # [C, C]
-        part = add_product(part, weights, tile_of(q_source, chunk, key_head, shape, arithmetic, HELD), arithmetic)
-        weights = tl.trans(tl.load(square_at(grad_pk, place.slot, C)))  # [C, C]
-        of_k += add_product(part, weights, tile_of(p_source, chunk, key_head, shape, arithmetic, HELD), arithmetic)
-
-        part = states_part(
-            grad_v, state, p_source, vectors, grad_vectors, place, READ_S, P_FACTOR, GRAD_ABAR_BEFORE, -1.0,
-            shape, arithmetic, HELD,
-        )  # fmt: skip
-        weights = tl.load(square_at(grad_pk, place.slot, C))  # [C, C]
-        part = add_product(part, weights, tile_of(k_source, chunk, key_head, shape, arithmetic, HELD), arithmetic)
-        tile = tile_of(p_source, chunk, key_head, shape, arithmetic, HELD)
-        store_row_sums(grad_vectors, 1.0, part, tile, place.slot, GRAD_ALPHA_IN_P)
+        part = part_of_p(
+            grad_v, state, grad_pk, k_source, p_source, vectors, grad_vectors, place, shape, arithmetic, HELD
+        )
         if p is None:
             of_k += part
         else:

@@ -58,6 +58,7 @@ class Arithmetic(NamedTuple):
     OPERAND: tl.constexpr  # dtype of the operands of large products
     COMPUTE: tl.constexpr  # dtype of coefficients and sums: float32; float64 only under the interpreter
     PRECISION: tl.constexpr  # how products of float32 operands are taken
+    BY_WARP: tl.constexpr  # whether products are cut into one per warp
 
 
 class Chunk(NamedTuple):
@@ -267,7 +268,41 @@ def product(a, b, arithmetic):
 @triton.jit
 def add_product(total, a, b, arithmetic):
     """total + a @ b. Summing in place needs half the registers of adding a finished product."""
+    if arithmetic.BY_WARP and a.shape[0] % 64 == 0:
+        return add_product_by_warp(total, a, b, arithmetic)
+    else:
+        return add_dot(total, a, b, arithmetic)
+
+
+@triton.jit
+def add_dot(total, a, b, arithmetic):
     return tl.dot(a, b, acc=total, input_precision=arithmetic.PRECISION, out_dtype=arithmetic.COMPUTE)
+
+
+@triton.jit
+def add_product_by_warp(total, a, b, arithmetic):
+    """total + a @ b as a batch of smaller products, cut along the longest side into one piece for each of eight warps,
+    or into pieces of 16. The compiler takes a batch by mma.sync. A single product with so many rows would be wgmma on
+    Hopper, with ``a`` in registers unless it is used as it was loaded, and ptxas before 13.3 may overwrite those
+    registers while they are being read."""
+    ROWS: tl.constexpr = a.shape[0]
+    INNER: tl.constexpr = a.shape[1]
+    COLUMNS: tl.constexpr = b.shape[1]
+    PARTS: tl.constexpr = min(8, max(ROWS, INNER, COLUMNS) // 16)
+    if INNER > ROWS and INNER > COLUMNS:
+        a = tl.permute(tl.reshape(a, [ROWS, PARTS, INNER // PARTS]), [1, 0, 2])
+        b = tl.reshape(b, [PARTS, INNER // PARTS, COLUMNS])
+        return total + tl.sum(add_dot(tl.zeros([PARTS, ROWS, COLUMNS], arithmetic.COMPUTE), a, b, arithmetic), axis=0)
+    elif COLUMNS > ROWS:
+        a = tl.broadcast_to(a[None, :, :], [PARTS, ROWS, INNER])
+        b = tl.permute(tl.reshape(b, [INNER, PARTS, COLUMNS // PARTS]), [1, 0, 2])
+        total = tl.permute(tl.reshape(total, [ROWS, PARTS, COLUMNS // PARTS]), [1, 0, 2])
+        return tl.reshape(tl.permute(add_dot(total, a, b, arithmetic), [1, 0, 2]), [ROWS, COLUMNS])
+    else:
+        a = tl.reshape(a, [PARTS, ROWS // PARTS, INNER])
+        b = tl.broadcast_to(b[None, :, :], [PARTS, INNER, COLUMNS])
+        total = tl.reshape(total, [PARTS, ROWS // PARTS, COLUMNS])
+        return tl.reshape(add_dot(total, a, b, arithmetic), [ROWS, COLUMNS])
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from mdn.ops.triton.decode import decode_kernel
 from mdn.ops.triton.device import GRAD_VECTORS, VECTORS
 from mdn.ops.triton.prepare import prepare_kernel
 from mdn.ops.triton.scans import backward_states_kernel, forward_states_kernel, rebuild_states_kernel
-from mdn.ops.triton.tiles import Tile, choose_tile, power_of_two, target_of
+from mdn.ops.triton.tiles import Tile, choose_chunk_size, choose_tile, power_of_two, target_of
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -116,15 +116,17 @@ class Pass:
         self.batch, self.time, self.key_heads, self.key_dim = q.shape
         self.value_heads, self.value_dim = self.tensors.v.shape[2:]
         self.sequences = self.batch if boundaries is None else boundaries.num_sequences
-        chunk_indices = None if boundaries is None else chunking.chunk_indices(boundaries, options.chunk_size)
+        target = target_of(q.device)
+        self.chunk_size = choose_chunk_size(options.chunk_size, self.key_dim, target)
+        chunk_indices = None if boundaries is None else chunking.chunk_indices(boundaries, self.chunk_size)
         if chunk_indices is None:
-            self.chunks = self.batch * triton.cdiv(self.time, options.chunk_size)
+            self.chunks = self.batch * triton.cdiv(self.time, self.chunk_size)
         else:
             self.chunks = chunk_indices.shape[0]
         self.operand_dtype = operand_dtype(q.dtype)
         self.compute_dtype = compute_dtype(q)
         precision, exact = precisions(q)
-        target = target_of(q.device)
+        hopper = target.startswith("sm_9")
         self.arguments.update(
             cu_seqlens=None if boundaries is None else boundaries.cu_seqlens,
             chunk_indices=chunk_indices,
@@ -135,14 +137,15 @@ class Pass:
             HV=self.value_heads,
             K=self.key_dim,
             V=self.value_dim,
-            C=options.chunk_size,
+            C=self.chunk_size,
             BK=power_of_two(self.key_dim),
             BLOCK=min(32, power_of_two(self.key_dim)),
             L2NORM=options.l2norm,
             P_TIMES_ALPHA=options.p_times_alpha,
             LOOKAHEAD=options.lookahead,
             PACKED=boundaries is not None,
-            HELD=target.startswith("sm_9"),
+            HELD=hopper and self.operand_dtype.itemsize == 2,
+            BY_WARP=hopper and self.operand_dtype.itemsize > 2,
             PIECE=8 if target.startswith("sm_8") else 4,
             OPERAND=TRITON_DTYPES[self.operand_dtype],
             PRECISION=precision,
@@ -161,12 +164,12 @@ class Pass:
 
     def empty_per_chunk(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """``shape`` per chunk and value head; `device.chunk_at` says which slot belongs to which chunk."""
-        rows = self.batch * self.time // self.options.chunk_size + self.sequences
+        rows = self.batch * self.time // self.chunk_size + self.sequences
         return self.empty(rows * self.value_heads, *shape, dtype=dtype)
 
     def empty_squares(self, dtype: torch.dtype) -> Tensor:
         """A matrix [C, C] per chunk and value head."""
-        return self.empty_per_chunk(self.options.chunk_size, self.options.chunk_size, dtype=dtype)
+        return self.empty_per_chunk(self.chunk_size, self.chunk_size, dtype=dtype)
 
     def empty_states(self) -> Tensor:
         """S and M per chunk and value head. They are operands of products only, so float32 would buy nothing."""
@@ -201,7 +204,7 @@ class Pass:
             attend=self.empty_squares(self.operand_dtype),
             erase=self.empty_squares(self.compute_dtype),
             inverse=self.empty_squares(self.compute_dtype),
-            vectors=self.empty_per_chunk(VECTORS.value, self.options.chunk_size, dtype=self.compute_dtype),
+            vectors=self.empty_per_chunk(VECTORS.value, self.chunk_size, dtype=self.compute_dtype),
             gamma_S=self.empty_squares(self.compute_dtype),
             gamma_M=self.empty_squares(self.compute_dtype) if backward else None,
         )
@@ -274,7 +277,7 @@ def backward(
         grad_pk=current.empty_squares(current.operand_dtype),
         grad_gamma_S=current.empty_squares(current.compute_dtype),
         grad_gamma_M=current.empty_squares(current.compute_dtype),
-        grad_vectors=current.empty_per_chunk(GRAD_VECTORS.value, options.chunk_size, dtype=current.compute_dtype),
+        grad_vectors=current.empty_per_chunk(GRAD_VECTORS.value, current.chunk_size, dtype=current.compute_dtype),
     )
     current.start_per_chunk(backward_scores_kernel, current.value_heads)
     current.start_per_chunk(backward_inputs_kernel, current.key_heads)

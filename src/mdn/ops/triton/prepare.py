@@ -226,6 +226,55 @@ def invert(erase, inverse, C: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.
         join_blocks(erase, inverse, 1, 32, C, TRANSPOSED, EXACT, COMPUTE)
 
 
+@triton.jit
+def store_gates(
+    log_alpha, log_mu, beta, eta, direct, vectors, chunk, head, HV: tl.constexpr, C: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """Copies the gates of a chunk to where `write_gammas` reads them as numbers; returns alpha, mu and beta [C]."""
+    alpha = tl.exp(load_gate(log_alpha, chunk, head, HV, C, COMPUTE))
+    mu = tl.exp(load_gate(log_mu, chunk, head, HV, C, COMPUTE))
+    beta_rows = load_gate(beta, chunk, head, HV, C, COMPUTE)
+    store_vector(vectors, alpha, chunk.slot, GATES, C)
+    store_vector(vectors, mu, chunk.slot, GATES + 1, C)
+    store_vector(vectors, beta_rows, chunk.slot, GATES + 2, C)
+    store_vector(vectors, load_gate(eta, chunk, head, HV, C, COMPUTE), chunk.slot, GATES + 3, C)
+    if direct is not None:
+        store_vector(vectors, load_gate(direct, chunk, head, HV, C, COMPUTE), chunk.slot, GATES + 4, C)
+    return alpha, mu, beta_rows
+
+
+@triton.jit
+def key_factors(k, p, erase, chunk, key_head, shape, L2NORM: tl.constexpr, COMPUTE: tl.constexpr):
+    """What normalises the rows of k and of p [C]; the products pk lie in erase."""
+    if p is None and L2NORM:
+        # The lengths of the keys stand on the diagonal of k k^T.
+        diagonal = erase + chunk.slot * (shape.C * shape.C) + tl.arange(0, shape.C) * (shape.C + 1)
+        k_factor = 1.0 / tl.sqrt(tl.load(diagonal) + L2NORM_EPS)
+        p_factor = k_factor
+    else:
+        k_factor = inverse_norm(load_keys(k, chunk, key_head, shape), L2NORM, COMPUTE)
+        p_factor = inverse_norm(load_keys(k if p is None else p, chunk, key_head, shape), L2NORM, COMPUTE)
+    return k_factor, p_factor
+
+
+@triton.jit
+def store_factors(
+    vectors, q_factor, k_factor, p_factor, alpha, mu, beta_rows, decays, slot, LOOKAHEAD: tl.constexpr, C: tl.constexpr
+):
+    """All that multiplies rows of q, k and p [C], and the decays of the chunk."""
+    store_vector(vectors, k_factor, slot, K_FACTOR, C)
+    store_vector(vectors, q_factor, slot, Q_FACTOR, C)
+    store_vector(vectors, p_factor, slot, P_FACTOR, C)
+    abar, b = alpha * decays.abar, alpha * decays.b + beta_rows * (mu * decays.mbar)  # [C], after each token
+    store_vector(vectors, p_factor * (abar if LOOKAHEAD else decays.abar), slot, READ_S, C)
+    store_vector(vectors, p_factor * (b if LOOKAHEAD else decays.b), slot, READ_M, C)
+    store_vector(vectors, q_factor * abar, slot, QUERY_S, C)
+    store_vector(vectors, q_factor * b, slot, QUERY_M, C)
+    store_vector(vectors, k_factor * decays.write_S, slot, WRITE_S, C)
+    store_vector(vectors, k_factor * decays.write_M, slot, WRITE_M, C)
+    store_decays(vectors, decays.abar_end, decays.b_end, decays.mbar_end, slot, DECAYS, VECTORS, C)
+
+
 @triton.jit(do_not_specialize=RUNTIME_NUMBERS)
 def prepare_kernel(
     q,  # [tokens, H, K], as are k and p
@@ -259,24 +308,17 @@ def prepare_kernel(
     BACKWARD: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_WARP: tl.constexpr,
     EXACT: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     shape: tl.constexpr = Shape(H=H, HV=HV, K=K, V=0, C=C, BK=BK, BV=0)
-    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION)
+    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION, BY_WARP=BY_WARP)
     chunk, head = locate_chunk(chunk_indices, cu_seqlens, time, HV, HV, C, PACKED)
     key_head = head // (HV // H)
     slot = chunk.slot
     square = slot * (C * C)
-    alpha = tl.exp(load_gate(log_alpha, chunk, head, HV, C, COMPUTE))
-    mu = tl.exp(load_gate(log_mu, chunk, head, HV, C, COMPUTE))
-    beta_rows = load_gate(beta, chunk, head, HV, C, COMPUTE)
-    store_vector(vectors, alpha, slot, GATES, C)
-    store_vector(vectors, mu, slot, GATES + 1, C)
-    store_vector(vectors, beta_rows, slot, GATES + 2, C)
-    store_vector(vectors, load_gate(eta, chunk, head, HV, C, COMPUTE), slot, GATES + 3, C)
-    if direct is not None:
-        store_vector(vectors, load_gate(direct, chunk, head, HV, C, COMPUTE), slot, GATES + 4, C)
+    alpha, mu, beta_rows = store_gates(log_alpha, log_mu, beta, eta, direct, vectors, chunk, head, HV, C, COMPUTE)
     q_factor = inverse_norm(load_keys(q, chunk, key_head, shape), L2NORM, COMPUTE) * scale
     tl.debug_barrier()
 
@@ -288,26 +330,10 @@ def prepare_kernel(
     tl.store(square_at(inverse, slot, C), inner_products(q, k, chunk, key_head, shape, BLOCK, arithmetic))  # qk
     tl.debug_barrier()
 
-    if p is None and L2NORM:
-        # The lengths of the keys stand on the diagonal of k k^T.
-        k_factor = 1.0 / tl.sqrt(tl.load(erase + square + tl.arange(0, C) * (C + 1)) + L2NORM_EPS)
-        p_factor = k_factor
-    else:
-        k_factor = inverse_norm(load_keys(k, chunk, key_head, shape), L2NORM, COMPUTE)
-        p_factor = inverse_norm(load_keys(probe, chunk, key_head, shape), L2NORM, COMPUTE)
+    k_factor, p_factor = key_factors(k, p, erase, chunk, key_head, shape, L2NORM, COMPUTE)
     if P_TIMES_ALPHA:
         p_factor *= alpha
-    store_vector(vectors, k_factor, slot, K_FACTOR, C)
-    store_vector(vectors, q_factor, slot, Q_FACTOR, C)
-    store_vector(vectors, p_factor, slot, P_FACTOR, C)
-    abar, b = alpha * decays.abar, alpha * decays.b + beta_rows * (mu * decays.mbar)  # [C], after each token
-    store_vector(vectors, p_factor * (abar if LOOKAHEAD else decays.abar), slot, READ_S, C)
-    store_vector(vectors, p_factor * (b if LOOKAHEAD else decays.b), slot, READ_M, C)
-    store_vector(vectors, q_factor * abar, slot, QUERY_S, C)
-    store_vector(vectors, q_factor * b, slot, QUERY_M, C)
-    store_vector(vectors, k_factor * decays.write_S, slot, WRITE_S, C)
-    store_vector(vectors, k_factor * decays.write_M, slot, WRITE_M, C)
-    store_decays(vectors, decays.abar_end, decays.b_end, decays.mbar_end, slot, DECAYS, VECTORS, C)
+    store_factors(vectors, q_factor, k_factor, p_factor, alpha, mu, beta_rows, decays, slot, LOOKAHEAD, C)
     damage = (p_factor + k_factor * decays.write_S) * 0.0
     if not L2NORM:
         damage += tl.load(erase + square + tl.arange(0, C) * (C + 1)) * 0.0

@@ -243,10 +243,11 @@ def forward_states_kernel(
     PACKED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_WARP: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     shape: tl.constexpr = Shape(H=H, HV=HV, K=K, V=V, C=C, BK=BK, BV=BV)
-    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION)
+    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION, BY_WARP=BY_WARP)
     scan = locate_scan(cu_seqlens, time, shape, PACKED)
     X = load_states(initial_state, scan, sequences, shape, COMPUTE)
 
@@ -289,10 +290,11 @@ def rebuild_states_kernel(
     PACKED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_WARP: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     shape: tl.constexpr = Shape(H=H, HV=HV, K=K, V=V, C=C, BK=BK, BV=BV)
-    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION)
+    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION, BY_WARP=BY_WARP)
     scan = locate_scan(cu_seqlens, time, shape, PACKED)
     S, M = split_columns(load_states(initial_state, scan, sequences, shape, COMPUTE))  # [BK, BV] each
 
@@ -336,10 +338,11 @@ def backward_states_kernel(
     PACKED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_WARP: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     shape: tl.constexpr = Shape(H=H, HV=HV, K=K, V=V, C=C, BK=BK, BV=BV)
-    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION)
+    arithmetic: tl.constexpr = Arithmetic(OPERAND=OPERAND, COMPUTE=COMPUTE, PRECISION=PRECISION, BY_WARP=BY_WARP)
     scan = locate_scan(cu_seqlens, time, shape, PACKED)
     grad_X = load_states(grad_final_state, scan, sequences, shape, COMPUTE)
     chunks = tl.cdiv(scan.length, C)

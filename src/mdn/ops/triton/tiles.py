@@ -68,6 +68,12 @@ def power_of_two(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
+def choose_chunk_size(wanted: int, key_dim: int, target: str) -> int:
+    """Tokens in a chunk: as many as wanted, unless a block of this GPU has too little shared memory for them. With
+    K > 128 `forward_states` takes 106,496 bytes for 64 tokens and 55,296 for 32; consumer GPUs have 101,376."""
+    return min(wanted, 32) if power_of_two(key_dim) > 128 and target.startswith(_LITTLE_SHARED_MEMORY) else wanted
+
+
 def choose_tile(
     kernel: str, key_dim: int, value_dim: int, itemsize: int, target: str, given_p: bool = False, heads: int = 1024
 ) -> Tile:
@@ -89,6 +95,7 @@ def choose_tile(
 
 _SCANS = ("forward_states", "rebuild_states", "backward_states", "decode")
 _FEW_PROGRAMS = 128
+_LITTLE_SHARED_MEMORY = ("sm_86", "sm_89", "sm_12")
 
 # For each kernel: the choice for K <= 128, then for K > 128 (states twice as tall).
 _TILES = {
