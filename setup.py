@@ -18,7 +18,8 @@ HEADERS = sorted(str(path) for path in FOLDER.glob("*.h"))
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
 VARIANTS = {"baseline": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    VARIANTS |= {"avx2": ["-mavx2", "-mfma"], "avx512": ["-mavx512f", "-mavx2", "-mfma"]}
+    AVX2, AVX512 = ["-mavx2", "-mfma"], ["-mavx512f"]
+    VARIANTS |= {"avx2": AVX2, "avx512": AVX2 + AVX512, "avx512vnni": [*AVX2, *AVX512, "-mavx512vnni"]}
 
 
 def variant(name: str, flags: list[str]) -> Extension:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from mdn.ops.cpu.huge_pages import prefer_huge_pages
 from mdn.ops.cpu.program import RecordedProgram, record
 from mdn.ops.fused import is_native
 
@@ -67,6 +68,9 @@ class DecodeProgram:
         for layer in cache.layers:
             self._watch(layer.conv_states)
             self._watch(layer.recurrent_states)
+            for state in layer.recurrent_states.values():
+                if state is not None:
+                    prefer_huge_pages(state)
 
     def _watch(self, tensors: dict[Any, Any]) -> None:
         self.tensors += [(tensors, name, x, x.data_ptr()) for name, x in tensors.items() if x is not None]

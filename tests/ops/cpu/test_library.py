@@ -44,7 +44,9 @@ def has_compiler() -> bool:
 def test_the_kernel_is_built_where_a_compiler_is_and_the_best_variant_is_chosen() -> None:
     assert cpu.why_unavailable() is None
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability in ("AVX2", "AVX512"):
+    if capability == "AVX512" and torch.cpu._is_vnni_supported():
+        assert cpu.instruction_set() == "avx512vnni"
+    elif capability in ("AVX2", "AVX512"):
         assert cpu.instruction_set() == capability.lower()
 
 

@@ -13,6 +13,8 @@ pytestmark = pytest.mark.native
 
 HALF_ULP = 2.0**-24
 """of float32"""
+HALF_STEP = 1 / (2 * (127 << 16))
+"""of the integers that stand for 32 neighbouring activations, where there is AVX-512 VNNI (csrc/digits.h)"""
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -43,6 +45,45 @@ def test_every_batch_is_the_product_with_the_dequantised_weights(
 @pytest.mark.parametrize("shape", [(1, 1), (15, 31), (16, 32), (17, 33), (35, 100), (300, 513)])
 def test_odd_shapes_equal_the_product(format: str, shape: tuple[int, int], every_instruction_set: None) -> None:
     check_product(random(3, shape[1], seed=1), pack(random(*shape), format))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("batch", [1, 16])
+def test_large_activations_among_small_ones(format: str, batch: int, every_instruction_set: None) -> None:
+    """A large one may cost its 31 neighbours what float32 rounds it by, and no one else anything."""
+    packed, x = pack(random(48, 256), format), random(batch, 256, seed=1)
+    x[:, 5::64] *= 1e4
+    x[:, 200:] *= 1e-30
+    weight, given = unpack(packed).double(), x.double()
+    sizes = given.abs() @ weight.T.abs()
+    largest = given.view(batch, -1, 32).abs().amax(2)
+    beside = largest @ weight.abs().view(48, -1, 32).sum(2).T
+    off = (linear(x, packed).double() - given @ weight.T).abs()
+    assert bool((off <= (packed.inputs + 8) * HALF_ULP * sizes + HALF_STEP * beside).all())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_stays_so_and_alone(
+    format: str, batch: int, value: float, every_instruction_set: None
+) -> None:
+    packed, x = pack(random(40, 96), format), random(batch, 96, seed=1)
+    before = linear(x, packed)
+    x[-1, 50] = value
+    y = linear(x, packed)
+    assert not y[-1].isfinite().any()
+    assert torch.equal(y[:-1], before[:-1])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e34])
+def test_activations_of_any_size(format: str, size: float, every_instruction_set: None) -> None:
+    """Also those that a scale cannot be divided by; what is below 1e-37 may become zero."""
+    packed, x = pack(random(40, 64) * 1e-3, format), random(2, 64, seed=1).sign() * size
+    exact = x.double() @ unpack(packed).double().T
+    sizes = x.double().abs() @ unpack(packed).double().T.abs()
+    assert bool(((linear(x, packed).double() - exact).abs() <= 72 * HALF_ULP * sizes + 1e-37).all())
 
 
 @pytest.mark.parametrize("format", FORMATS)

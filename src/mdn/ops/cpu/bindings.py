@@ -1,8 +1,9 @@
 """The native kernel as a library: finding and loading it, its C structs, and tensors as it takes them.
 
 The kernel is a plain shared library beside this file, one per instruction set: ``_kernel_baseline.so`` (any processor),
-``_kernel_avx2.so``, ``_kernel_avx512.so``. The best one that was built and that this processor can run is loaded, at
-first use. ``MDN_CPU_ISA`` names one to use instead; ``MDN_CPU_LIBRARY_DIR`` names another folder (tests use both).
+``_kernel_avx2.so``, ``_kernel_avx512.so``, ``_kernel_avx512vnni.so``. The best one that was built and that this
+processor can run is loaded, at first use. ``MDN_CPU_ISA`` names one to use instead; ``MDN_CPU_LIBRARY_DIR`` names
+another folder (tests use both).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
+INSTRUCTION_SETS = ("avx512vnni", "avx512", "avx2", "baseline")
 INTERFACE_VERSION = 5
 """MDN_INTERFACE_VERSION of csrc/interface.h"""
 
@@ -176,7 +177,7 @@ def library() -> ctypes.CDLL:
 
 
 def instruction_set() -> str | None:
-    """Which variant is loaded: ``avx512``, ``avx2`` or ``baseline`` (None when there is none)."""
+    """Which variant is loaded: one of ``INSTRUCTION_SETS`` (None when there is none)."""
     loaded, _ = _find()
     return None if loaded is None else Path(loaded._name).stem.removeprefix("_kernel_")
 

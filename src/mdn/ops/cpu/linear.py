@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mdn.ops.cpu.bindings import Linear, call, optional_values, values
+from mdn.ops.cpu.huge_pages import prefer_huge_pages
 
 PANEL, GROUP = 16, 32
 """outputs that are packed together; inputs per scale of ``int4``, to a multiple of which all formats are padded"""
@@ -135,6 +136,7 @@ class Product:
         self.addresses = [m.weights.data_ptr() for m in matrices]
         self.bias = optional_values("bias", bias, torch.float32, (self.outputs,))
         self.matrices = matrices  # keeps the memory
+        prefer_huge_pages(*(m.weights for m in matrices))
         self.is_small = total * self.depth < SMALL
         struct = Linear(
             depth=self.depth,

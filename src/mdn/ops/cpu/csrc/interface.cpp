@@ -9,7 +9,9 @@ extern "C" int mdn_supports(const char* instruction_set) {
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (std::strcmp(instruction_set, "avx2") == 0) return avx2;
-    if (std::strcmp(instruction_set, "avx512") == 0) return avx2 && __builtin_cpu_supports("avx512f");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f");
+    if (std::strcmp(instruction_set, "avx512") == 0) return avx512;
+    if (std::strcmp(instruction_set, "avx512vnni") == 0) return avx512 && __builtin_cpu_supports("avx512vnni");
 #endif
     return 0;
 }

@@ -87,7 +87,7 @@ MDN_PUBLIC int mdn_backward(const MdnProblem* problem);
 MDN_PUBLIC int mdn_step(const MdnStep* step);
 MDN_PUBLIC int mdn_linear(const MdnLinear* linear);
 
-// Whether this processor and its system can run the variant of that name: "baseline", "avx2" or "avx512".
+// Whether this processor and its system can run the variant of that name: "baseline", "avx2", "avx512" or "avx512vnni".
 MDN_PUBLIC int mdn_supports(const char* instruction_set);
 
 // The interface version, sizeof(MdnProblem), sizeof(MdnStep), sizeof(MdnLinear).

@@ -12,6 +12,9 @@
 #include "interface.h"
 #include "memory.h"
 #include "threads.h"
+#if defined(__AVX512VNNI__)
+#include "digits.h"
+#endif
 
 namespace mdn {
 namespace {
@@ -19,7 +22,6 @@ namespace {
 constexpr long kBlockBytes = 64;
 constexpr long kBytesAhead = 1024;  // prefetched; reading past the end of the weights is harmless
 
-typedef int32_t Words __attribute__((vector_size(kLanes * 4)));  // of kLanes outputs
 typedef int32_t WordsInMemory __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 
 // The number of a format's `bits` bits that belongs to input `j` of a block, as a signed integer.
@@ -205,23 +207,32 @@ void multiply_many(const MdnLinear& linear, long panel, const Matrix x, long row
     for (long r = 0; r < rows; ++r) store(y.row(r), load(y.row(r)) * scale);
 }
 
-// What all units of a call share.
-struct LinearCall {
+// x[batch, depth] as [depth, batch], with zeros for the rows up to a multiple of 4.
+Matrix interleaved(const MdnLinear& linear, Arena& memory) {
+    const long batch = linear.batch, stride = round_up(batch, 4), whole = batch / 4 * 4;
+    const Matrix x{memory.floats(linear.depth * stride), stride};
+    transpose(x, Matrix{const_cast<float*>(linear.x), linear.depth}, whole, linear.depth);
+    for (long k = 0; k < linear.depth; ++k)
+        for (long r = whole; r < stride; ++r) x.row(k)[r] = r < batch ? linear.x[r * linear.depth + k] : 0;
+    return x;
+}
+
+// A product keeps x in the form it needs, in scratch memory, and multiplies some of its rows with a panel:
+// y[rows, 16] = x[row .. row + rows, depth] @ panel[depth, 16]. At most kRowsTogether rows.
+template <class Format>
+struct FloatProduct {
     const MdnLinear& linear;
     Matrix x;  // [depth, batch rounded up to 4], unless the rows are few
-    long panels, panels_of_unit;
-};
 
-// Sixteen outputs of all rows of x.
-template <class Format>
-void linear_panel(const LinearCall& call, long panel) {
-    const MdnLinear& linear = call.linear;
-    const long column = panel * kWidth, width = linear.outputs - column < kWidth ? linear.outputs - column : kWidth;
-    alignas(64) float bias[kWidth] = {}, sums[kRowsTogether * kWidth];
-    const Matrix y{sums, kWidth};
-    if (linear.bias != nullptr) load_padded(bias, linear.bias + column, width, kWidth);
-    for (long row = 0; row < linear.batch; row += kRowsTogether) {
-        const long rows = linear.batch - row < kRowsTogether ? linear.batch - row : kRowsTogether;
+    FloatProduct(const MdnLinear& linear, Arena& memory)
+        : linear(linear),
+          x(is_few(linear.batch) ? Matrix{} : interleaved(linear, memory)) {}
+
+    static long scratch(const MdnLinear& linear) {
+        return is_few(linear.batch) ? 0 : linear.depth * round_up(linear.batch, 4);
+    }
+
+    void multiply(long panel, long row, long rows, const Matrix y) const {
         if (linear.batch == 1)
             multiply_few<Format, 1>(linear, panel, linear.x, y);
         else if (linear.batch == 2)
@@ -229,18 +240,86 @@ void linear_panel(const LinearCall& call, long panel) {
         else if (linear.batch == kRestRows)
             multiply_few<Format, kRestRows>(linear, panel, linear.x, y);
         else
-            multiply_many<Format>(linear, panel, call.x.from(0, row), round_up(rows, 4), y);
+            multiply_many<Format>(linear, panel, x.from(0, row), round_up(rows, 4), y);
+    }
+};
+
+#if defined(__AVX512VNNI__)
+template <class Format, class Bytes>
+struct DigitProduct {
+    const MdnLinear& linear;
+    Digits* x;  // [depth / 32, batch]
+
+    DigitProduct(const MdnLinear& linear, Arena& memory)
+        : linear(linear),
+          x(reinterpret_cast<Digits*>(memory.floats(scratch(linear)))) {
+        run_units(linear.batch < 4 ? 1 : linear.threads, linear.batch, find_row, this);
+    }
+
+    static long scratch(const MdnLinear& linear) {
+        return linear.batch * (linear.depth / kGroupInputs) * sizeof(Digits) / sizeof(float);
+    }
+
+    static void find_row(const void* context, long row) {
+        const DigitProduct& product = *static_cast<const DigitProduct*>(context);
+        const MdnLinear& linear = product.linear;
+        for (long group = 0; group < linear.depth / kGroupInputs; ++group)
+            find_digits<Bytes>(product.x[group * linear.batch + row],
+                               linear.x + row * linear.depth + group * kGroupInputs);
+    }
+
+    template <int tile>
+    void multiply_tile(long panel, long row, const Matrix y) const {
+        multiply_digits<Bytes, tile>(panel_at<Format>(linear, panel, 0), x + row, linear.depth / kGroupInputs,
+                                     linear.batch, y, [&](long group) { return Format::scale(linear, panel, group); });
+    }
+
+    void multiply(long panel, long row, long rows, const Matrix y) const {
+        long r = 0;
+        for (; rows - r >= 8; r += 8) multiply_tile<8>(panel, row + r, y.from(r, 0));
+        for (; rows - r >= 4; r += 4) multiply_tile<4>(panel, row + r, y.from(r, 0));
+        for (; rows - r >= 2; r += 2) multiply_tile<2>(panel, row + r, y.from(r, 0));
+        for (; r < rows; ++r) multiply_tile<1>(panel, row + r, y.from(r, 0));
+    }
+};
+
+typedef DigitProduct<Int8Weights, Int8Bytes> Int8Product;
+typedef DigitProduct<Int4Weights, Int4Bytes> Int4Product;
+#else
+typedef FloatProduct<Int8Weights> Int8Product;
+typedef FloatProduct<Int4Weights> Int4Product;
+#endif
+
+// What all units of a call share.
+template <class Product>
+struct LinearCall {
+    const MdnLinear& linear;
+    const Product& product;
+    long panels, panels_of_unit;
+};
+
+// Sixteen outputs of all rows of x.
+template <class Product>
+void linear_panel(const LinearCall<Product>& call, long panel) {
+    const MdnLinear& linear = call.linear;
+    const long column = panel * kWidth, width = linear.outputs - column < kWidth ? linear.outputs - column : kWidth;
+    alignas(64) float bias[kWidth] = {}, sums[kRowsTogether * kWidth];
+    const Matrix y{sums, kWidth};
+    if (linear.bias != nullptr) load_padded(bias, linear.bias + column, width, kWidth);
+    for (long row = 0; row < linear.batch; row += kRowsTogether) {
+        const long rows = linear.batch - row < kRowsTogether ? linear.batch - row : kRowsTogether;
+        call.product.multiply(panel, row, rows, y);
         for (long r = 0; r < rows; ++r) store(y.row(r), load(y.row(r)) + load(bias));
         store_matrix(linear.y + row * linear.outputs + column, linear.outputs, y, rows, width);
     }
 }
 
 // Neighbouring panels, so that a thread reads a long piece of memory from front to back.
-template <class Format>
+template <class Product>
 void linear_unit(const void* context, long unit) {
-    const LinearCall& call = *static_cast<const LinearCall*>(context);
+    const LinearCall<Product>& call = *static_cast<const LinearCall<Product>*>(context);
     const long begin = unit * call.panels_of_unit, end = begin + call.panels_of_unit;
-    for (long panel = begin; panel < end && panel < call.panels; ++panel) linear_panel<Format>(call, panel);
+    for (long panel = begin; panel < end && panel < call.panels; ++panel) linear_panel(call, panel);
 }
 
 long panels_of_unit(const MdnLinear& linear, long panels) {
@@ -252,14 +331,13 @@ long panels_of_unit(const MdnLinear& linear, long panels) {
     return count < 1 ? 1 : count;
 }
 
-// x[batch, depth] as [depth, batch], with zeros for the rows up to a multiple of 4.
-Matrix interleaved(const MdnLinear& linear, Arena& memory) {
-    const long batch = linear.batch, stride = round_up(batch, 4), whole = batch / 4 * 4;
-    const Matrix x{memory.floats(linear.depth * stride), stride};
-    transpose(x, Matrix{const_cast<float*>(linear.x), linear.depth}, whole, linear.depth);
-    for (long k = 0; k < linear.depth; ++k)
-        for (long r = whole; r < stride; ++r) x.row(k)[r] = r < batch ? linear.x[r * linear.depth + k] : 0;
-    return x;
+template <class Product>
+bool run_linear(const MdnLinear& linear) {
+    const long panels = (linear.outputs + kWidth - 1) / kWidth, each = panels_of_unit(linear, panels);
+    Arena memory(scratch_of_this_thread().reserve(Product::scratch(linear)));
+    const Product product(linear, memory);
+    const LinearCall<Product> call{linear, product, panels, each};
+    return run_units(linear.threads, (panels + each - 1) / each, linear_unit<Product>, &call);
 }
 
 }  // namespace
@@ -267,16 +345,11 @@ Matrix interleaved(const MdnLinear& linear, Arena& memory) {
 
 extern "C" int mdn_linear(const MdnLinear* linear) {
     using namespace mdn;
-    const long panels = (linear->outputs + kWidth - 1) / kWidth, each = panels_of_unit(*linear, panels);
-    LinearCall call{*linear, Matrix{}, panels, each};
-    const auto work = linear->format == MDN_BFLOAT16 ? linear_unit<BFloat16Weights>
-                      : linear->format == MDN_INT8   ? linear_unit<Int8Weights>
-                                                     : linear_unit<Int4Weights>;
+    const auto run = linear->format == MDN_BFLOAT16 ? run_linear<FloatProduct<BFloat16Weights>>
+                     : linear->format == MDN_INT8   ? run_linear<Int8Product>
+                                                    : run_linear<Int4Product>;
     try {
-        const long floats = is_few(linear->batch) ? 0 : linear->depth * round_up(linear->batch, 4);
-        Arena memory(scratch_of_this_thread().reserve(floats));
-        if (!is_few(linear->batch)) call.x = interleaved(*linear, memory);
-        return run_units(linear->threads, (panels + each - 1) / each, work, &call) ? 0 : 1;
+        return run(*linear) ? 0 : 1;
     } catch (const std::bad_alloc&) {
         return 1;
     }

@@ -25,6 +25,7 @@ constexpr int kParts = kWidth / kLanes;
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4)));
 typedef float LanesInMemory __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int Words __attribute__((vector_size(kLanes * 4)));  // as many integers of 32 bits
 typedef float Four __attribute__((vector_size(16)));
 typedef float FourInMemory __attribute__((vector_size(16), aligned(4), may_alias));
 
