@@ -15,9 +15,9 @@ from mdn.experiments.studies import oscillation, pages, retrieval
 from mdn.experiments.studies.catalogue import STUDIES
 from mdn.experiments.studies.contestants import CONTESTANTS, contestant
 from mdn.experiments.studies.overview import summarise_overview
-from mdn.experiments.studies.results import draw, mean_curve, seed_means, summarise, tables
 from mdn.experiments.studies.statistics import difference_interval, is_told_apart, mean_interval, t_quantile
 from mdn.experiments.studies.study import TUNING_SEED, Study, StudyCell, train_study_cell
+from mdn.experiments.studies.summary import draw, mean_curve, seed_means, summarise, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,7 @@ KINDS = {
     "mqar": Kind("Associative recall", "mdn.experiments.mqar_results"),
     "needle": Kind("Needles", "mdn.evaluation.needle"),
     "ablations": Kind("Ablations", "mdn.experiments.ablation_results"),
-    "study": Kind("Studies", "mdn.experiments.studies.results"),
+    "study": Kind("Studies", "mdn.experiments.studies.summary"),
     "momentum-pays": Kind("Where momentum pays", "mdn.experiments.studies.overview"),
     "causality": Kind("Causality", "mdn.experiments.causality"),
     "spectra": Kind("Spectra", "mdn.analysis.spectra"),

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     from mdn.common.workers import processes_from
     from mdn.experiments.grid import TimeLimit
     from mdn.experiments.studies.catalogue import choose_studies
-    from mdn.experiments.studies.results import summarise, tables
+    from mdn.experiments.studies.summary import summarise, tables
 
     if args.study is None and not args.list:
         raise ValueError("give the name of a study, or all; `mdn study --list` shows them")
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 def _write(content: dict[str, Any], args: argparse.Namespace) -> None:
     from mdn.common.plots import save_figure
     from mdn.common.results import write_results
-    from mdn.experiments.studies.results import draw, tables
+    from mdn.experiments.studies.summary import draw, tables
 
     write_results(args.json, "study", content)
     if args.plot is not None:

@@ -12,9 +12,9 @@ from typing import Any
 from mdn.common.plots import COLOURS, figure
 from mdn.common.results import Table
 from mdn.experiments.studies.contestants import CONTESTANTS
-from mdn.experiments.studies.results import metric_of, seed_means
 from mdn.experiments.studies.statistics import difference_interval
 from mdn.experiments.studies.study import EQUAL_PARAMETERS, EQUAL_STATE, Comparison
+from mdn.experiments.studies.summary import metric_of, seed_means
 
 SMALLEST_ERROR = 1e-4
 """of an accuracy that tests of a few thousand answers can tell from 1"""

@@ -26,15 +26,15 @@ from mdn.common.results import Table, read_results, write_results
 from mdn.experiments.studies.catalogue import STUDIES
 from mdn.experiments.studies.contestants import CONTESTANTS
 from mdn.experiments.studies.overview import summarise_overview
-from mdn.experiments.studies.results import (
+from mdn.experiments.studies.statistics import difference_interval, is_told_apart
+from mdn.experiments.studies.study import Comparison, Metric, StudySize
+from mdn.experiments.studies.summary import (
     metric_of,
     seed_means,
     summarise,
     tables,
     with_interval,
 )
-from mdn.experiments.studies.statistics import difference_interval, is_told_apart
-from mdn.experiments.studies.study import Comparison, Metric, StudySize
 
 DATA, PAGES = Path("docs/experiments/data"), Path("docs/experiments")
 BLOCK = re.compile(r"(<!-- study ([\w-]+) (\w+) -->\n).*?(<!-- end of study -->)", re.DOTALL)
