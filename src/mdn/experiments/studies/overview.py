@@ -89,5 +89,5 @@ def draw(content: dict[str, Any]) -> Any:
     axis.set_yticks(range(len(tasks)), tasks)
     axis.set_ylim(len(tasks) - 0.5, -0.5)
     axis.set_xlabel("error with momentum / error without (left of the line momentum pays)")
-    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.45, -0.35), ncols=1)
+    fig.legend(fontsize=8, loc="outside lower center", ncols=1)
     return fig
