@@ -60,13 +60,13 @@ def chunk_vector_decay(
             late.append(F.pad(p[..., 1:, :], (0, 0, 0, 1)))
         early = [k] if e is None else [k, e]
         # Of q (if outputs are needed), then of p, each [..., N, C, C] with k and then with e.
-        products = decayed_products(_stacked(late), _stacked(early), log_alpha).unbind(-4) if late else ()
+        products = _unstacked(decayed_products(_stacked(late), _stacked(early), log_alpha), -4) if late else ()
         written, probed = v, None
         if p is None:
             starts, _, final = state_scan(whole, S0, scan.rounds, added=(k * to_end).transpose(-1, -2) @ v)
         else:
             probes = p * one_row_down(abar, first=1.0)
-            pk, *pe = one_row_down(products[-1]).unbind(-3)
+            pk, *pe = _unstacked(one_row_down(products[-1]), -3)
             if e is None:
                 values, probes = solve_unit_lower(pk, v, probes)  # (33): KDA
                 starts, written, final = state_scan(whole, S0, scan.rounds, values, probes, k * to_end)
@@ -76,7 +76,7 @@ def chunk_vector_decay(
                 starts, probed, final = state_scan(whole, S0, scan.rounds, values, probes, e * to_end, added)
         if not outputs:
             return v.new_empty(0), scan.unrank_states(final)
-        qk, *qe = products[0].unbind(-3)
+        qk, *qe = _unstacked(products[0], -3)
         o = (q * abar) @ starts + qk @ written  # (34)
         if probed is not None:
             o = o + qe[0] @ probed
@@ -86,6 +86,11 @@ def chunk_vector_decay(
 def _stacked(rows: list[Tensor]) -> Tensor:
     """``[..., M, C, K]``; a view if there is only one."""
     return torch.stack(rows, -3) if len(rows) > 1 else rows[0].unsqueeze(-3)
+
+
+def _unstacked(x: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """Its parts along ``dim``. The gradient of a squeeze is a view, that of unbinding is a copy."""
+    return (x.squeeze(dim),) if x.shape[dim] == 1 else x.unbind(dim)
 
 
 def chunk_decays(log_alpha: Tensor) -> tuple[Tensor, Tensor]:
