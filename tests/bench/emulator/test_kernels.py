@@ -76,6 +76,11 @@ def test_a_token_that_is_not_finite_leaves_earlier_ones_alone(target):
         assert outputs[name][:, 21:].isnan().all()
 
 
+@pytest.mark.parametrize("chunk_size", [32, 64])
+def test_longer_chunks_have_other_layouts(chunk_size):
+    check_pass("sm_80", torch.bfloat16, K=32, V=16, chunk_size=chunk_size)
+
+
 def test_a_pack_with_empty_and_one_token_sequences():
     check_pass("sm_80", torch.bfloat16, cu_seqlens=torch.tensor([0, 17, 17, 18, 40]))
 

@@ -341,10 +341,11 @@ def prepare_kernel(
     tl.debug_barrier()
 
     scale_products(attend, erase, inverse, gamma_S, vectors, slot, LOOKAHEAD, C)
-    # Blocks of the inverse that stay zero; all others are written below.
+    tl.debug_barrier()
+    # Blocks of the inverse that stay zero; all others are written below. After the barrier: until then `inverse` holds
+    # qk, which other threads read.
     row, column = tl.arange(0, C)[:, None] // 16, tl.arange(0, C)[None, :] // 16
     tl.store(square_at(inverse, slot, C), tl.zeros([C, C], COMPUTE), mask=row > column if BACKWARD else row < column)
-    tl.debug_barrier()
     if not BACKWARD:  # noqa: SIM102
         if damage != 0.0:
             contain(attend, erase, gamma_S, slot, C)
