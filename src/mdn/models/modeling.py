@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -28,6 +27,7 @@ from mdn.layers.init import initialise
 from mdn.layers.mixer import RECURRENT_LAYER_TYPE
 from mdn.layers.packed import Packed, PackedLinear
 from mdn.models import cache as _registers_the_cache_layer  # noqa: F401
+from mdn.models.call_checks import check_labels, check_tokens, refuse_sequence_parallelism
 from mdn.models.config import MomentumDeltaNetConfig
 from mdn.models.decode_program import can_record, run_step
 from mdn.models.loss import chunked_linear_cross_entropy, shift_labels_left
@@ -201,7 +201,7 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
         **where: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states ``[B, T, D]``; see ``layout_of`` for the ways to say where the tokens are (``where``)."""
-        tokens = _check_tokens(input_ids, inputs_embeds)
+        tokens = check_tokens(input_ids, inputs_embeds)
         self._refuse_unsupported(output_attentions)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -350,7 +350,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         # Not in the signature: the Trainer takes every parameter with "label" in its name for a column of its data,
         # and reports no eval_loss where one is missing.
         shift_labels: Tensor | None = where.pop("shift_labels", None)
-        tokens = _check_tokens(input_ids, inputs_embeds)
+        tokens = check_tokens(input_ids, inputs_embeds)
         refuse_unknown(self, where)
         layout = self.model.layout_of(tokens, attention_mask, position_ids, past_key_values, **where)
         wants_loss = labels is not None or shift_labels is not None
@@ -359,7 +359,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         if shift_labels is None and labels is not None:
             shift_labels = self._shifted(labels, attention_mask, layout)
         elif shift_labels is not None:
-            _check_labels("shift_labels", shift_labels, layout)
+            check_labels("shift_labels", shift_labels, layout)
         outputs = self.model(
             input_ids=input_ids,
             past_key_values=past_key_values,
@@ -387,7 +387,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
     def _shifted(self, labels: Tensor, attention_mask: Tensor | None, layout: TokenLayout) -> Tensor:
         """Each token's label is the next token. Masked tokens do not count, and the last token of a packed sequence
         does not predict the first of the next."""
-        _check_labels("labels", labels, layout)
+        check_labels("labels", labels, layout)
         plan = layout.context_parallel
         if plan is not None:  # the label of a range's last token is the first of the next range
             ends = plan.documents.cu_seqlens[1:] - 1
@@ -465,48 +465,9 @@ def refuse_unknown(model: nn.Module, where: dict[str, Any]) -> None:
         raise TypeError(f"{type(model).__name__}.forward() got unknown arguments: {', '.join(unknown)}")
 
 
-def _check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """The one that is given, ``input_ids [B, T]`` or ``inputs_embeds [B, T, D]``."""
-    if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("give exactly one of input_ids and inputs_embeds")
-    tokens = input_ids if inputs_embeds is None else inputs_embeds
-    name, shape = ("input_ids", "[B, T]") if inputs_embeds is None else ("inputs_embeds", "[B, T, D]")
-    if not isinstance(tokens, Tensor):
-        raise ValueError(
-            f"{name} must be a tensor {shape}, got {type(tokens).__name__}; a tokenizer makes it from text"
-        )
-    if tokens.dim() != (2 if inputs_embeds is None else 3):
-        raise ValueError(f"{name} must have shape {shape}, got {list(tokens.shape)}")
-    return tokens
-
-
-def _check_labels(name: str, labels: Tensor, layout: TokenLayout) -> None:
-    if tuple(labels.shape) != layout.shape:
-        raise ValueError(f"{name} must have the tokens' shape {list(layout.shape)}, got {list(labels.shape)}")
-
-
 def make_readable(directory: Path) -> None:
     """Gives the weight files in ``directory`` the permissions of any other new file."""
     umask = os.umask(0)  # the only way to read it
     os.umask(umask)
     for path in directory.glob("*.safetensors"):
         path.chmod(0o666 & ~umask)
-
-
-def refuse_sequence_parallelism(parallelism: Any = None) -> None:
-    """accelerate's sequence and context parallelism cut every row over the ranks, where each recurrent state would
-    begin anew and attention see its own part only: the loss would look right and the gradients be wrong.
-
-    ``parallelism`` is a ParallelismConfig, by default that of the running Accelerator.
-    """
-    accelerate_state = sys.modules.get("accelerate.state")
-    if parallelism is None and accelerate_state is not None:
-        parallelism = accelerate_state.AcceleratorState._shared_state.get("parallelism_config")
-    for name in ("sp_size", "cp_size"):
-        if getattr(parallelism, name, 1) > 1:
-            raise ValueError(
-                f"accelerate's ParallelismConfig({name}={getattr(parallelism, name)}) is not supported by this model: "
-                "its layers carry a state along the sequence, which would restart on every rank; "
-                f"train with {name}=1 and use mdn.parallel.ContextParallelPlan (in a recipe "
-                "distributed.context_parallel)"
-            )

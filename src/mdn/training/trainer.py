@@ -32,7 +32,7 @@ from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from mdn.common.errors import one_line
-from mdn.models.modeling import refuse_sequence_parallelism
+from mdn.models.call_checks import refuse_sequence_parallelism
 from mdn.parallel.tensor import load_parts, split_model
 from mdn.training import checkpoints
 from mdn.training.checkpoints import Checkpoint

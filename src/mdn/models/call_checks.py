@@ -1,0 +1,49 @@
+"""What a call of the model refuses: tokens and labels of the wrong shape, and rows that accelerate has cut."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from mdn.layers import TokenLayout
+
+
+def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """The one that is given, ``input_ids [B, T]`` or ``inputs_embeds [B, T, D]``."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+    tokens = input_ids if inputs_embeds is None else inputs_embeds
+    name, shape = ("input_ids", "[B, T]") if inputs_embeds is None else ("inputs_embeds", "[B, T, D]")
+    if not isinstance(tokens, Tensor):
+        raise ValueError(
+            f"{name} must be a tensor {shape}, got {type(tokens).__name__}; a tokenizer makes it from text"
+        )
+    if tokens.dim() != (2 if inputs_embeds is None else 3):
+        raise ValueError(f"{name} must have shape {shape}, got {list(tokens.shape)}")
+    return tokens
+
+
+def check_labels(name: str, labels: Tensor, layout: TokenLayout) -> None:
+    if tuple(labels.shape) != layout.shape:
+        raise ValueError(f"{name} must have the tokens' shape {list(layout.shape)}, got {list(labels.shape)}")
+
+
+def refuse_sequence_parallelism(parallelism: Any = None) -> None:
+    """accelerate's sequence and context parallelism cut every row over the ranks, where each recurrent state would
+    begin anew and attention see its own part only: the loss would look right and the gradients be wrong.
+
+    ``parallelism`` is a ParallelismConfig, by default that of the running Accelerator.
+    """
+    accelerate_state = sys.modules.get("accelerate.state")
+    if parallelism is None and accelerate_state is not None:
+        parallelism = accelerate_state.AcceleratorState._shared_state.get("parallelism_config")
+    for name in ("sp_size", "cp_size"):
+        if getattr(parallelism, name, 1) > 1:
+            raise ValueError(
+                f"accelerate's ParallelismConfig({name}={getattr(parallelism, name)}) is not supported by this model: "
+                "its layers carry a state along the sequence, which would restart on every rank; "
+                f"train with {name}=1 and use mdn.parallel.ContextParallelPlan (in a recipe "
+                "distributed.context_parallel)"
+            )
