@@ -139,4 +139,4 @@ def make_optimizer(model: nn.Module, training: TinyTraining) -> torch.optim.Adam
         for decayed, parameters in groups.items()
         if parameters
     ]
-    return torch.optim.AdamW(decays, lr=training.learning_rate, betas=training.betas)
+    return torch.optim.AdamW(decays, lr=training.learning_rate, betas=training.betas, fused=True)
