@@ -22,19 +22,21 @@ def steps(model, cache, ids):
     return torch.cat([model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(ids.shape[1])], dim=1)
 
 
-def started(name="momentum_deltanet", batch=2, **fields):
-    """A packed model and a cache after a prompt."""
-    model = small_model(name, **fields).quantize("int8")
+def started(name="momentum_deltanet", batch=2, weights="int8", **fields):
+    """A model and a cache after a prompt."""
+    model = small_model(name, **fields).eval()
+    if weights != "float32":
+        model.quantize(weights)
     cache = DynamicCache(config=model.config)
     model(tokens(batch, 5), past_key_values=cache)
     return model, cache
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "weights"), [(1, "int8"), (3, "int8"), (2, "float32")])
 @pytest.mark.parametrize("name", [*sorted(set(MIXERS) - {"attention"}), "grouped value heads", "no convolution"])
-def test_replayed_steps_equal_those_of_the_layers(name, batch, monkeypatch):
-    model, cache = started(name, batch)
+def test_replayed_steps_equal_those_of_the_layers(name, batch, weights, monkeypatch):
+    model, cache = started(name, batch, weights)
     expected_cache, ids = copy.deepcopy(cache), tokens(batch, 7, seed=3)
     found = steps(model, cache, ids)
     assert isinstance(decode_program._programs[cache], DecodeProgram)
@@ -47,8 +49,9 @@ def test_replayed_steps_equal_those_of_the_layers(name, batch, monkeypatch):
 
 
 @torch.no_grad()
-def test_mdn_steps_are_one_native_call():
-    model, cache = started(intermediate_size=64)  # a multiple of 32: nothing has to be padded
+@pytest.mark.parametrize("weights", ["int8", "float32"])
+def test_mdn_steps_are_one_native_call(weights):
+    model, cache = started(weights=weights, intermediate_size=64)  # a multiple of 32: nothing has to be padded
     steps(model, cache, tokens(2, 3))
     assert len(decode_program._programs[cache].recorded.parts) == 1
 

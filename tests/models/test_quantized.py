@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from definition import relative_error
 from mdn.common.loading import load_model
-from mdn.layers.packed import PackedLinear, is_packed
+from mdn.layers.linear import PackedLinear, is_packed
 from mdn.models import MomentumDeltaNetForCausalLM
 from mdn.models.info import model_facts
 from mdn.ops.cpu.linear import FORMATS
@@ -216,5 +216,5 @@ def test_without_the_kernel_the_dequantised_weights_are_used(monkeypatch):
     x = torch.randn(3, 40)
     with torch.no_grad():
         expected = layer(x)
-        monkeypatch.setattr("mdn.layers.packed.why_unavailable", lambda: "not built")
+        monkeypatch.setattr("mdn.layers.linear.why_unavailable", lambda: "not built")
         assert torch.allclose(layer(x), expected, atol=1e-5)

@@ -44,10 +44,10 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @every_kind
+@torch.no_grad()
 def test_hidden_states_are_the_embedding_every_block_and_the_last_norm(kind):
     model, ids = model_of(kind), tokens(2, 7)
-    with torch.no_grad():
-        outputs = model(ids, output_hidden_states=True)
+    outputs = model(ids, output_hidden_states=True)
     assert [tuple(state.shape) for state in outputs.hidden_states] == [(2, 7, WIDTH)] * (LAYERS + 1)
     assert torch.equal(outputs.hidden_states[0], model.model.embeddings(ids))
     assert torch.equal(model.lm_head(outputs.hidden_states[-1]), outputs.logits)

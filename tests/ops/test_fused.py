@@ -1,4 +1,4 @@
-"""Norms, SwiGLU, convolutions, gates, cross entropy: the native kernels against their torch definitions in float64."""
+"""Norms, SwiGLU, convolutions, gates, cross entropy, linear maps: the native kernels against float64."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mdn.layers import GatedRMSNorm, GateSettings, RMSNorm, ShortConvolution, StabilityGates, make_layout
-from mdn.ops.fused import cross_entropy_sum, definitions_only, gated_rms_norm, is_native, rms_norm, swiglu
+from mdn.ops.cpu.linear import MOST_ROWS
+from mdn.ops.fused import cross_entropy_sum, definitions_only, gated_rms_norm, is_native, linear, rms_norm, swiglu
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -143,6 +145,54 @@ def test_labels_that_are_no_classes_are_refused() -> None:
 
 
 @pytest.mark.native
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17, MOST_ROWS])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (4, 16), (17, 33), (35, 539), (70, 1100)])
+def test_linear_maps_of_few_rows_equal_their_definition(
+    rows: int, shape: tuple[int, int], every_instruction_set: None
+) -> None:
+    x, weight, bias = random(rows, shape[1]), random(*shape, seed=1), random(shape[0], seed=2)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    sizes = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+    bound = (shape[1] + 8) * 2.0**-24 * sizes  # the rounding errors of a float32 sum of so many terms
+    assert bool(((linear(x, weight, bias).double() - exact).abs() <= bound).all())
+    without = linear(x, weight).double() - (exact - bias.double())
+    assert bool((without.abs() <= bound).all())
+
+
+@torch.no_grad()
+def test_a_row_of_a_linear_map_depends_on_no_other_row(every_instruction_set: None) -> None:
+    x, weight = random(16, 539), random(35, 539, seed=1)
+    together = linear(x, weight)
+    assert torch.equal(torch.cat([linear(row, weight) for row in x.split(1)]), together)
+    x[3, 538] = float("nan")
+    found = linear(x, weight)
+    assert found[3].isnan().all()
+    others = torch.arange(16) != 3
+    assert torch.equal(found[others], together[others])
+
+
+def test_linear_maps_with_gradients_many_rows_or_nothing_to_multiply_are_those_of_torch() -> None:
+    x, weight, bias = random(2, 3, 20), random(7, 20, seed=1), random(7, seed=2)
+    for tensors in itertools.product((x, x.transpose(0, 1)), (weight, weight.T.contiguous().T), (bias, None)):
+        torch.testing.assert_close(linear(*tensors), F.linear(*tensors), rtol=1e-5, atol=1e-5)
+    for chosen in (x, weight, bias):
+        chosen.requires_grad_()
+        assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+        linear(x, weight, bias).sum().backward()
+        assert chosen.grad is not None
+        chosen.requires_grad_(False)
+    assert linear(x[:0], weight).shape == (0, 3, 7)
+    assert linear(x[0, 0], weight).shape == (7,)
+    many = random(MOST_ROWS + 1, 20)
+    assert torch.equal(linear(many, weight, bias), F.linear(many, weight, bias))
+    assert linear(x.double(), weight.double()).dtype == torch.float64
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear(random(2, 19), weight)
+
+
 def test_inputs_that_are_not_contiguous_and_threads_change_nothing() -> None:
     x, gate, before = random(400, 200), random(400, 200, seed=1), torch.get_num_threads()
     weight = random(200, seed=2)

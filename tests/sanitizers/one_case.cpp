@@ -172,9 +172,10 @@ void run_step(const Switches& on) {
     failures += mdn_step(&x) != 2;  // a slot out of range is refused
 }
 
-// Every format and every way to divide a batch into rows, with a panel that is not full.
+// Every format and every way to divide a batch into rows, with a panel that is not full; float32 with a depth that is no
+// multiple of anything.
 void run_linear(long format, long batch) {
-    const long depth = 64, outputs = 35, panels = 3;
+    const long depth = format == MDN_FLOAT32 ? 539 : 64, outputs = 35, panels = 3;
     MdnLinear x = {};
     x.batch = batch;
     x.depth = depth;
@@ -184,7 +185,9 @@ void run_linear(long format, long batch) {
     const long weights = panels * depth * 16, bytes = format == MDN_INT4 ? weights / 2 : weights;
     uint8_t* random_bytes = fresh<uint8_t>(bytes);
     for (long i = 0; i < bytes; ++i) random_bytes[i] = static_cast<uint8_t>(std::rand());
-    x.weights = format == MDN_BFLOAT16 ? random_values(weights, true) : random_bytes;
+    x.weights = format == MDN_BFLOAT16  ? random_values(weights, true)
+                : format == MDN_FLOAT32 ? random_floats(outputs * depth)
+                                        : static_cast<const void*>(random_bytes);
     if (format == MDN_INT8) x.scales = random_floats(panels * 16);
     if (format == MDN_INT4) x.scales = random_values(panels * depth / 32 * 16, true);
     x.x = random_floats(batch * depth);
@@ -205,7 +208,7 @@ int main() {
         run_step(on);
         buffers.clear();
     }
-    for (long format : {MDN_BFLOAT16, MDN_INT8, MDN_INT4})
+    for (long format : {MDN_BFLOAT16, MDN_INT8, MDN_INT4, MDN_FLOAT32})
         for (long batch = 0; batch < 54; ++batch) run_linear(format, batch);
     std::printf("%ld failures\n", failures);
     return failures != 0;

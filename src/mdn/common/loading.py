@@ -120,7 +120,7 @@ def refuse_non_finite(model: Any, place: str | Path) -> None:
     """A ValueError that names the first parameter with a NaN or an infinity in it."""
     import torch
 
-    from mdn.layers.packed import is_packed
+    from mdn.layers.linear import is_packed
 
     packed = ((f"{name}.weight", module.weight) for name, module in model.named_modules() if is_packed(module))
     for name, weights in itertools.chain(model.named_parameters(), packed):

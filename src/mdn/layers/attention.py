@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mdn.layers.cache_access import LayerState
+from mdn.layers.linear import Linear
 from mdn.layers.mixer import Mixer, StateShape, Streams, check_heads_divide, columns
 from mdn.layers.token_layout import TokenLayout
 
@@ -60,10 +61,10 @@ class Attention(Mixer):
             raise ValueError(f"RoPE needs an even head dimension, got hidden_size / num_heads = {self.head_dim}")
         self.window_size = window_size
         self.rope_theta = float(rope_theta)
-        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
-        self.k_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=qkv_bias)
-        self.v_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.q_proj = Linear(hidden_size, hidden_size, bias=qkv_bias)
+        self.k_proj = Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=qkv_bias)
+        self.v_proj = Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=qkv_bias)
+        self.o_proj = Linear(hidden_size, hidden_size, bias=False)
 
     @classmethod
     def arguments_from(cls, config: Any, layer_idx: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mdn.layers.linear import Linear
 from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, columns
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
@@ -47,8 +48,8 @@ class Comba(ProjectedMixer):
         heads = Heads.of_width(head_dim, expand_v, num_heads, num_v_heads)
         super().__init__(hidden_size, heads, ConvSettings(use_short_conv, conv_size, conv_bias), backend, layer_idx)
         self.correction_factor = correction_factor
-        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.a_proj = Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = Linear(hidden_size, self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
         self.decay = nn.Parameter(torch.empty(num_heads)) if use_inner_decay else None

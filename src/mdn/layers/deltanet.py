@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from mdn.layers.linear import Linear
 from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, columns
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import writing_strength
@@ -41,7 +42,7 @@ class DeltaNet(ProjectedMixer):
         heads = Heads.sharing(hidden_size, expand_k, expand_v, num_heads)
         super().__init__(hidden_size, heads, ConvSettings(use_short_conv, conv_size, conv_bias), backend, layer_idx)
         self.allow_neg_eigval = allow_neg_eigval
-        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if use_beta else None
+        self.b_proj = Linear(hidden_size, num_heads, bias=False) if use_beta else None
         self.add_output(norm_eps, "swish", use_gate)
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:

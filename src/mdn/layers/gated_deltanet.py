@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mdn.layers.linear import Linear
 from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, columns
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
@@ -44,8 +45,8 @@ class GatedDeltaNet(ProjectedMixer):
         heads = Heads.of_width(head_dim, expand_v, num_heads, num_v_heads)
         super().__init__(hidden_size, heads, ConvSettings(use_short_conv, conv_size, conv_bias), backend, layer_idx)
         self.allow_neg_eigval = allow_neg_eigval
-        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.a_proj = Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = Linear(hidden_size, self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
         self.add_output(norm_eps, output_gate_activation, use_gate)

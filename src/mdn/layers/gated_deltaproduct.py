@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mdn.layers.cache_access import LayerState
+from mdn.layers.linear import Linear
 from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, columns
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
@@ -50,8 +51,8 @@ class GatedDeltaProduct(ProjectedMixer):
         conv = ConvSettings(use_short_conv, conv_size, conv_bias)
         super().__init__(hidden_size, heads, conv, backend, layer_idx, steps_per_token=num_householder)
         self.allow_neg_eigval = allow_neg_eigval
-        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.b_proj = nn.Linear(hidden_size, num_householder * self.num_v_heads, bias=False)
+        self.a_proj = Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = Linear(hidden_size, num_householder * self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
         self.add_output(norm_eps)

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from mdn.layers.linear import Linear
 from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, low_rank
 from mdn.layers.norms import GatedRMSNorm
 from mdn.ops import first_order
@@ -49,9 +50,9 @@ class GatedLinearAttention(ProjectedMixer):
         super().__init__(hidden_size, heads, ConvSettings(use_short_conv, conv_size, conv_bias), backend, layer_idx)
         self.gate_logit_normalizer, self.clamp_min = gate_logit_normalizer, clamp_min
         self.gk_proj = low_rank(hidden_size, gate_low_rank_dim, self.key_dim, bias=True)
-        self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        self.g_proj = Linear(hidden_size, self.value_dim, bias=False)
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, norm_eps, "swish")
-        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+        self.o_proj = Linear(self.value_dim, hidden_size, bias=False)
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:
         raw = self.gk_proj(hidden_states).unflatten(-1, (self.num_heads, -1))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mdn.layers.linear import Linear
 from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, columns, low_rank
 from mdn.ops import first_order
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
@@ -45,7 +46,7 @@ class KimiDeltaAttention(ProjectedMixer):
         self.allow_neg_eigval, self.lower_bound = allow_neg_eigval, lower_bound
         gate_dim = self.num_v_heads * head_dim
         self.f_proj = low_rank(hidden_size, self.head_v_dim, gate_dim)
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = Linear(hidden_size, self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
         self.add_output(norm_eps, "sigmoid", gate_rank=self.head_v_dim)

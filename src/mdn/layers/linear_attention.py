@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdn.layers.cache_access import LayerState
+from mdn.layers.linear import Linear
 from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, Rule, StateShape
 from mdn.layers.norms import RMSNorm
 from mdn.layers.token_layout import TokenLayout
@@ -25,8 +26,8 @@ class ElementwiseProduct(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.layer1 = nn.Linear(dim, dim)
-        self.layer2 = nn.Linear(dim, dim)
+        self.layer1 = Linear(dim, dim)
+        self.layer2 = Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer1(x) * self.layer2(x)
@@ -79,7 +80,7 @@ class LinearAttention(ProjectedMixer):
         self.feature_map_q = FEATURE_MAPS[feature_map](self.head_k_dim)
         self.feature_map_k = FEATURE_MAPS[feature_map](self.head_k_dim)
         self.norm = RMSNorm(self.head_v_dim, norm_eps)
-        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+        self.o_proj = Linear(self.value_dim, hidden_size, bias=False)
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor) -> dict[str, Any]:
         return {"q": self.feature_map_q(q), "k": self.feature_map_k(k), "v": v}

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from mdn.layers.cache_access import LayerState
 from mdn.layers.conv import ShortConvolution
+from mdn.layers.linear import Linear
 from mdn.layers.mixer import Mixer, StateShape, run_pack
 from mdn.layers.norms import RMSNorm
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops import first_order
 
 
-class ResidualLinear(nn.Linear):
+class ResidualLinear(Linear):
     """The last projection of a block; its initial values shrink with the depth of the model."""
 
 
@@ -61,7 +62,7 @@ class Mamba2(Mixer):
         self.dt_limit = float(dt_limit[0]), float(dt_limit[1])
         channels = self.inner_size + 2 * n_groups * state_size
         self.conv1d = ShortConvolution(channels, conv_kernel, use_conv_bias)
-        self.in_proj = nn.Linear(hidden_size, self.inner_size + channels + self.num_heads, bias=use_bias)
+        self.in_proj = Linear(hidden_size, self.inner_size + channels + self.num_heads, bias=use_bias)
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
         self.D = nn.Parameter(torch.empty(self.num_heads))

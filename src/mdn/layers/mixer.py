@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mdn.layers.cache_access import LayerState
 from mdn.layers.conv import ShortConvolution
 from mdn.layers.init import initialise
+from mdn.layers.linear import Linear
 from mdn.layers.norms import GatedRMSNorm, RMSNorm
 from mdn.layers.token_layout import TokenLayout, make_layout
 from mdn.ops.boundaries import SequenceBoundaries
@@ -309,7 +310,7 @@ class ProjectedMixer(Mixer):
     silu_without_conv: ClassVar[bool] = True
     """False: without convolutions q, k and v are plain projections"""
 
-    o_proj: nn.Linear
+    o_proj: Linear
     o_norm: RMSNorm
     g_proj: nn.Module
     use_gate: bool
@@ -332,9 +333,9 @@ class ProjectedMixer(Mixer):
         self.key_dim, self.value_dim = heads.keys * heads.key_dim, heads.values * heads.value_dim
         self.steps_per_token, self.use_short_conv, self.conv_size = steps_per_token, conv.used, conv.size
         keys, values = steps_per_token * self.key_dim, steps_per_token * self.value_dim
-        self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(hidden_size, values, bias=False)
+        self.q_proj = Linear(hidden_size, self.key_dim, bias=False)
+        self.k_proj = Linear(hidden_size, keys, bias=False)
+        self.v_proj = Linear(hidden_size, values, bias=False)
         if conv.used:
             self.q_conv1d = ShortConvolution(self.key_dim, conv.size, conv.bias)
             self.k_conv1d = ShortConvolution(keys, conv.size, conv.bias)
@@ -344,14 +345,14 @@ class ProjectedMixer(Mixer):
         self, norm_eps: float, activation: str = "swish", use_gate: bool = True, gate_rank: int | None = None
     ) -> None:
         """The modules of ``output``; with ``gate_rank`` the gate's projection is of low rank."""
-        self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
+        self.o_proj = Linear(self.value_dim, self.hidden_size, bias=False)
         self.use_gate = use_gate
         if not use_gate:
             self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
             return
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, activation)
         if gate_rank is None:
-            self.g_proj = nn.Linear(self.hidden_size, self.value_dim, bias=False)
+            self.g_proj = Linear(self.hidden_size, self.value_dim, bias=False)
         else:
             self.g_proj = low_rank(self.hidden_size, gate_rank, self.value_dim, bias=True)
 
@@ -471,4 +472,4 @@ def columns(*names: str) -> dict[str, str]:
 
 def low_rank(inputs: int, rank: int, outputs: int, bias: bool = False) -> nn.Sequential:
     """W_2 W_1 x, or W_2 W_1 x + b."""
-    return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias))
+    return nn.Sequential(Linear(inputs, rank, bias=False), Linear(rank, outputs, bias=bias))

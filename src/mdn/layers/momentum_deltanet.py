@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from mdn import ops
 from mdn.layers.cache_access import LayerState
 from mdn.layers.init import checked_initial_range
+from mdn.layers.linear import Linear
 from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, StateShape, columns
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops.boundaries import SequenceBoundaries
@@ -362,17 +363,17 @@ class MomentumDeltaNet(ProjectedMixer):
 
     def _add_gate_parameters(self, use_momentum: bool, bounded: bool, use_output_correction: bool) -> None:
         """What an ablation does not use is not created: no parameter without a gradient."""
-        self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
+        self.a_proj = Linear(self.hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = Linear(self.hidden_size, self.num_v_heads, bias=False)
         gated = self.gate_map.settings.eta_activation != "one"
-        self.e_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False) if gated else None
+        self.e_proj = Linear(self.hidden_size, self.num_v_heads, bias=False) if gated else None
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        self.m_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False) if use_momentum else None
+        self.m_proj = Linear(self.hidden_size, self.num_v_heads, bias=False) if use_momentum else None
         self.Mu_log = nn.Parameter(torch.empty(self.num_heads)) if use_momentum else None
         self.mu_bias = nn.Parameter(torch.empty(self.num_v_heads)) if use_momentum else None
         mixes = self.gate_map.settings.momentum == "quasi_hyperbolic"
-        self.n_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False) if mixes else None
+        self.n_proj = Linear(self.hidden_size, self.num_v_heads, bias=False) if mixes else None
         self.nu_bias = nn.Parameter(torch.empty(self.num_v_heads)) if mixes else None
         self.log_factor = nn.Parameter(torch.empty(self.num_heads)) if bounded else None
         self.D_log = nn.Parameter(torch.empty(self.num_heads)) if use_output_correction else None

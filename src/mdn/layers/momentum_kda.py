@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from mdn import ops
 from mdn.layers.cache_access import LayerState
 from mdn.layers.init import checked_initial_range
+from mdn.layers.linear import Linear
 from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, StateShape, columns, low_rank
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops.first_order.gates import log_decay_from
@@ -63,10 +64,10 @@ class MomentumKDA(ProjectedMixer):
         self.log_factor_init = checked_initial_range("log_factor_init", log_factor_init)
         gates, gate_dim = self.num_v_heads, self.num_v_heads * head_dim
         self.f_proj = low_rank(hidden_size, self.head_v_dim, gate_dim)
-        self.b_proj = nn.Linear(hidden_size, gates, bias=False)
-        self.m_proj = nn.Linear(hidden_size, gates, bias=False)
-        self.e_proj = nn.Linear(hidden_size, gates, bias=False)
-        self.n_proj = nn.Linear(hidden_size, gates, bias=False)
+        self.b_proj = Linear(hidden_size, gates, bias=False)
+        self.m_proj = Linear(hidden_size, gates, bias=False)
+        self.e_proj = Linear(hidden_size, gates, bias=False)
+        self.n_proj = Linear(hidden_size, gates, bias=False)
         self.A_log = nn.Parameter(torch.empty(gates))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
         self.Mu_log = nn.Parameter(torch.empty(gates))

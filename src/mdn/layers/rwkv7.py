@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from mdn.layers.cache_access import LayerState
 from mdn.layers.conv import CausalWindow
 from mdn.layers.init import decay_bias, initialise, rate_bias, value_bias
+from mdn.layers.linear import Linear
 from mdn.layers.mixer import Mixer, StateShape, run_pack
 from mdn.layers.token_layout import TokenLayout
 from mdn.layers.token_mixing import mixed_streams
@@ -54,7 +55,7 @@ class TokenShift(CausalWindow):
         return shifted
 
 
-class OrthogonalLinear(nn.Linear):
+class OrthogonalLinear(Linear):
     """Starts as an orthogonal matrix times ``gain`` (0: zeros), and its bias at ``bias_curve()`` (None: zeros)."""
 
     def __init__(

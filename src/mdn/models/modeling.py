@@ -24,8 +24,8 @@ from transformers.utils import can_return_tuple, logging
 
 from mdn.layers import MIXERS, ChannelMixing, Mixer, RMSNorm, TokenLayout, make_layout
 from mdn.layers.init import initialise
+from mdn.layers.linear import Linear, Packed, PackedLinear
 from mdn.layers.mixer import RECURRENT_LAYER_TYPE
-from mdn.layers.packed import Packed, PackedLinear
 from mdn.models import cache as _registers_the_cache_layer  # noqa: F401
 from mdn.models.call_checks import check_labels, check_tokens, refuse_sequence_parallelism
 from mdn.models.config import MomentumDeltaNetConfig
@@ -49,9 +49,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
@@ -321,7 +321,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         super().__init__(config)
         self.model = MomentumDeltaNetModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple

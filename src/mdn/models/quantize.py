@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from mdn.layers.packed import Packed, PackedEmbedding, PackedLinear, SharedInput
+from mdn.layers.linear import Packed, PackedEmbedding, PackedLinear, SharedInput
 from mdn.ops.cpu.linear import FORMATS
 
 

@@ -1,4 +1,5 @@
-"""Norms, SwiGLU, short convolutions, gates and cross entropy: each a torch definition, and a native kernel for CPUs.
+"""Norms, SwiGLU, short convolutions, gates, cross entropy and linear maps of few rows: each a torch definition, and a
+native kernel for CPUs.
 
 Every function here computes its torch definition. For float32 CPU tensors it is done by the native kernel in one pass
 over memory, forward and backward; elsewhere, under torch.compile and for derivatives that the kernel does not know
@@ -15,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from mdn.ops.cpu import layers as native
 from mdn.ops.cpu import why_unavailable
+from mdn.ops.cpu.linear import MOST_ROWS, linear_of_rows
 
 IGNORE_INDEX = -100
 """the label of a position that counts for nothing, as in torch's cross_entropy"""
@@ -203,3 +205,26 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
         if bool((labels >= logits.shape[1]).any()) or bool(((labels < 0) & (labels != IGNORE_INDEX)).any()):
             raise ValueError(f"labels must be {IGNORE_INDEX} or below the {logits.shape[1]} classes")
     return _CrossEntropy(labels)(logits)
+
+
+# --------------------------------------------------------------------------------------------------------- linear maps
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``: x ``[..., inputs]``, weight ``[outputs, inputs]``, bias ``[outputs]``.
+
+    Native for a few rows without gradients, a step of decoding: torch's product of one row uses one thread, which
+    reads the weights at half of the memory's speed. The sums of a row do not depend on how many rows there are.
+    """
+    few = x.shape[-1] == weight.shape[-1] and 0 < x.numel() <= MOST_ROWS * weight.shape[-1]
+    if not few or not _is_plain(weight) or not is_native(x, weight, bias) or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weight, bias)
+    if any_requires_gradient((x, weight, bias)):
+        return F.linear(x, weight, bias)
+    y = linear_of_rows(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
+    return y.view(*x.shape[:-1], len(weight))
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """A matrix in memory: not one that is shared by several processes, packed by someone else or still missing."""
+    return type(weight) in (Tensor, nn.Parameter) and weight.is_contiguous()

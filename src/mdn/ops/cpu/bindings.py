@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 INSTRUCTION_SETS = ("avx512vnni", "avx512", "avx2", "baseline")
-INTERFACE_VERSION = 5
+INTERFACE_VERSION = 6
 """MDN_INTERFACE_VERSION of csrc/interface.h"""
 
 
@@ -57,7 +57,7 @@ class Step(Structure):
 
 
 class Linear(Structure):
-    """``MdnLinear``: a product with packed weights."""
+    """``MdnLinear``: a product of few rows with a matrix of weights, packed or not."""
 
     _fields_ = [
         *_fields(c_int64, "batch depth outputs format threads"),

@@ -1,4 +1,6 @@
-"""Linear layers with packed weights of 16, 8 or 4 bits, for decoding on a CPU: activations and sums are float32.
+"""Products of few rows with a matrix of weights, for decoding on a CPU: activations and sums are float32.
+
+``linear_of_rows`` takes float32 weights as torch keeps them. The others are packed:
 
 | format | a weight is | bits per weight |
 |---|---|---|
@@ -7,7 +9,7 @@
 | ``int4`` | an integer from -8 to 7 times one bfloat16 scale per output and group of 32 inputs | 4.5 |
 
 A step of decoding reads every weight once, so fewer bytes are a faster step. The kernel is made for 1 to 16 rows of x;
-it takes any number, but from some dozens on a float32 matrix product is faster.
+it takes any number, but above ``MOST_ROWS`` torch's matrix product is faster.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ PANEL, GROUP = 16, 32
 """outputs that are packed together; inputs per scale of ``int4``, to a multiple of which all formats are padded"""
 FORMATS = ("bf16", "int8", "int4")
 """in the order of MDN_BFLOAT16, MDN_INT8, MDN_INT4"""
+FLOAT32 = 3
+"""MDN_FLOAT32: not packed"""
+MOST_ROWS = 48
+"""rows of x up to which the kernel is faster than torch's float32 product"""
 SMALL = 1 << 16
 """weights below which one thread is fastest"""
 
@@ -121,6 +127,25 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tenso
         raise ValueError("packed weights have no backward pass: call linear under torch.no_grad() or detach x")
     y = Product([packed], bias)(x.reshape(-1, packed.inputs))
     return y.view(*x.shape[:-1], packed.outputs).to(x.dtype)
+
+
+def linear_of_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """rows [n, inputs], weight [outputs, inputs], bias [outputs] -> [n, outputs]; all float32 and contiguous."""
+    outputs, inputs = weight.shape
+    y = torch.empty(len(rows), outputs, dtype=torch.float32)
+    struct = Linear(
+        batch=len(rows),
+        depth=inputs,
+        outputs=outputs,
+        format=FLOAT32,
+        threads=1 if weight.numel() < SMALL else torch.get_num_threads(),
+        weights=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        x=rows.data_ptr(),
+        y=y.data_ptr(),
+    )
+    call("mdn_linear", struct)
+    return y
 
 
 class Product:

@@ -13,7 +13,7 @@
 #define MDN_PUBLIC __attribute__((visibility("default")))
 
 // Raised whenever a struct or the meaning of a field changes; Python refuses a library built with another one.
-#define MDN_INTERFACE_VERSION 5
+#define MDN_INTERFACE_VERSION 6
 
 extern "C" {
 
@@ -65,16 +65,18 @@ struct MdnStep {
     void* o;                                       // [B, HV, V]
 };
 
-// Formats of packed weights.
+// Formats of weights: three packed ones, and plain rows.
 #define MDN_BFLOAT16 0
 #define MDN_INT8 1
 #define MDN_INT4 2
+#define MDN_FLOAT32 3
 
-// y = x W^T + bias. W is packed in panels of 16 outputs, its rows padded with zeros to a multiple of 16 and its columns
-// (inputs) to a multiple of 32; `depth` counts the padding, x is padded likewise.
+// y = x W^T + bias. A packed W is in panels of 16 outputs, its rows padded with zeros to a multiple of 16 and its
+// columns (inputs) to a multiple of 32; `depth` counts the padding, x is padded likewise. float32 has no padding.
 struct MdnLinear {
     int64_t batch, depth, outputs, format, threads;
-    const void* weights;  // [panels, depth / n, 16, n], n = 2 bfloat16, 4 int8 or 8 int4 (first one lowest)
+    const void* weights;  // [panels, depth / n, 16, n], n = 2 bfloat16, 4 int8 or 8 int4 (first one lowest);
+                          // [outputs, depth] float32
     const void* scales;   // null; [panels, 16] float32 (int8); [panels, depth / 32, 16] bfloat16 (int4)
     const float* x;       // [batch, depth]
     const float* bias;    // [outputs] or null

@@ -1,5 +1,7 @@
-// y = x W^T + bias with packed weights of 16, 8 or 4 bits; activations and sums are float32.
+// y = x W^T + bias for few rows of x: with packed weights of 16, 8 or 4 bits, or with float32 weights as torch keeps
+// them; activations and sums are float32.
 //
+// Packed weights.
 // Rows of W (outputs) are packed in panels of 16, and a panel in blocks of 64 bytes: one 32-bit word per output, which
 // holds the weights of 2, 4 or 8 neighbouring inputs, the first one lowest. Shifts inside the words decode them
 // whatever the width of the processor's registers is. A panel is read from front to back, x enters as scalars and no
@@ -9,6 +11,9 @@
 // is that of the products, so weights are decoded once. The first rows of x, as many as there are registers for,
 // multiply them as they are decoded (decode_and_multiply) and leave them in the cache for the other rows
 // (multiply_decoded).
+//
+// Float32 weights lie row by row, so here a sum runs across a vector: of four outputs and a few rows of x at a time
+// (RowMajorProduct).
 #include "interface.h"
 #include "memory.h"
 #include "threads.h"
@@ -290,6 +295,97 @@ typedef FloatProduct<Int8Weights> Int8Product;
 typedef FloatProduct<Int4Weights> Int4Product;
 #endif
 
+constexpr int kOutputsTogether = 4;                 // rows of W that are read side by side
+constexpr int kRowsOfBlock = kLanes == 16 ? 6 : 2;  // rows of x whose sums with those stay in registers
+constexpr long kDepthOfBlock = 512;                 // four rows of W and a block of x stay in the first cache
+
+// W as torch keeps it: [outputs, depth] float32, any depth.
+struct RowMajorProduct {
+    const MdnLinear& linear;
+    // [depth / lanes, batch, lanes], padded with zeros: rows that are 4 KB apart would share one set of the first cache
+    const float* x;
+
+    RowMajorProduct(const MdnLinear& linear, Arena& memory) : linear(linear), x(interleaved_lanes(linear, memory)) {}
+
+    static long scratch(const MdnLinear& linear) { return linear.batch * round_up(linear.depth, kLanes); }
+
+    static const float* interleaved_lanes(const MdnLinear& linear, Arena& memory) {
+        float* const x = memory.floats(scratch(linear));
+        for (long r = 0; r < linear.batch; ++r)
+            for (long k = 0; k < linear.depth; k += kLanes) {
+                const long width = linear.depth - k < kLanes ? linear.depth - k : kLanes;
+                load_padded(x + k * linear.batch + r * kLanes, linear.x + r * linear.depth + k, width, kLanes);
+            }
+        return x;
+    }
+
+    // y[r, c] += x[r, first : last] . weights[c, first : last] for `rows` rows of x and `outputs` rows of weights
+    template <int rows, int outputs>
+    MDN_FLATTEN void multiply_block(const Matrix weights, long first, long last, long row, const Matrix y) const {
+        Lanes sum[rows][outputs] = {};
+        const auto add_products = [&](const float* values, const Lanes(&w)[outputs]) {
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; ++r) {
+                const Lanes lanes = *reinterpret_cast<const LanesInMemory*>(values + r * kLanes);
+#pragma GCC unroll 4
+                for (int c = 0; c < outputs; ++c) sum[r][c] += lanes * w[c];
+            }
+        };
+        const float* values = x + first * linear.batch + row * kLanes;
+        const long whole = last / kLanes * kLanes, ahead = kOutputsTogether * weights.stride;
+        // The next rows of W are prefetched, each block of rows of x its share of them: all at once would be more than
+        // the processor can have under way.
+        const long blocks = (linear.batch + kRowsOfBlock - 1) / kRowsOfBlock, block = row / kRowsOfBlock;
+        Lanes w[outputs];
+        for (long k = first; k < whole; k += kLanes, values += linear.batch * kLanes) {
+#pragma GCC unroll 4
+            for (int c = 0; c < outputs; ++c) {
+                w[c] = *reinterpret_cast<const LanesInMemory*>(weights.row(c) + k);
+                if (c % blocks == block)
+                    __builtin_prefetch(weights.row(c) + k + ahead, 0, 2);  // past the end: harmless
+            }
+            add_products(values, w);
+        }
+        if (whole < last) {
+            for (int c = 0; c < outputs; ++c) {
+                alignas(64) float rest[kLanes];
+                load_padded(rest, weights.row(c) + whole, last - whole, kLanes);
+                w[c] = *reinterpret_cast<const LanesInMemory*>(rest);
+            }
+            add_products(values, w);
+        }
+        for (int r = 0; r < rows; ++r)
+            for (int c = 0; c < outputs; ++c) y.row(r)[c] += total(sum[r][c]);
+    }
+
+    template <int outputs>
+    void multiply_rows(const Matrix weights, long first, long last, long row, long rows, const Matrix y) const {
+        const auto blocks_of = [&](auto count, long r) {
+            constexpr int size = decltype(count)::value;
+            for (; rows - r >= size; r += size)
+                multiply_block<size, outputs>(weights, first, last, row + r, y.from(r, 0));
+            return r;
+        };
+        long r = blocks_of(Count<kRowsOfBlock>(), 0);
+        if (kRowsOfBlock > 4) r = blocks_of(Count<4>(), r);
+        if (kRowsOfBlock > 2) r = blocks_of(Count<2>(), r);
+        blocks_of(Count<1>(), r);
+    }
+
+    void multiply(long panel, long row, long rows, const Matrix y) const {
+        const long begin = panel * kWidth, end = begin + kWidth < linear.outputs ? begin + kWidth : linear.outputs;
+        const Matrix w{static_cast<float*>(const_cast<void*>(linear.weights)), linear.depth};
+        fill_zeros(y, rows);
+        for (long first = 0; first < linear.depth; first += kDepthOfBlock) {
+            const long last = linear.depth - first < kDepthOfBlock ? linear.depth : first + kDepthOfBlock;
+            long c = begin;
+            for (; end - c >= kOutputsTogether; c += kOutputsTogether)
+                multiply_rows<kOutputsTogether>(w.from(c, 0), first, last, row, rows, y.from(0, c - begin));
+            for (; c < end; ++c) multiply_rows<1>(w.from(c, 0), first, last, row, rows, y.from(0, c - begin));
+        }
+    }
+};
+
 // What all units of a call share.
 template <class Product>
 struct LinearCall {
@@ -324,8 +420,8 @@ void linear_unit(const void* context, long unit) {
 
 long panels_of_unit(const MdnLinear& linear, long panels) {
     constexpr long kUnitBytes = 64 << 10, kUnitsOfThread = 8;
-    const long bits = linear.format == MDN_BFLOAT16 ? 16 : linear.format == MDN_INT8 ? 8 : 4;
-    const long panel_bytes = linear.depth * kWidth * bits / 8;
+    constexpr long kBits[] = {16, 8, 4, 32};  // by format
+    const long panel_bytes = linear.depth * kWidth * kBits[linear.format] / 8;
     long count = panels / (linear.threads * kUnitsOfThread);
     if (count * panel_bytes > kUnitBytes) count = kUnitBytes / panel_bytes;
     return count < 1 ? 1 : count;
@@ -347,7 +443,8 @@ extern "C" int mdn_linear(const MdnLinear* linear) {
     using namespace mdn;
     const auto run = linear->format == MDN_BFLOAT16 ? run_linear<FloatProduct<BFloat16Weights>>
                      : linear->format == MDN_INT8   ? run_linear<Int8Product>
-                                                    : run_linear<Int4Product>;
+                     : linear->format == MDN_INT4   ? run_linear<Int4Product>
+                                                    : run_linear<RowMajorProduct>;
     try {
         return run(*linear) ? 0 : 1;
     } catch (const std::bad_alloc&) {

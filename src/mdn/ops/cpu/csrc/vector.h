@@ -85,14 +85,18 @@ MDN_INLINE Vector inverse_or_zero(const Vector& x) {
     return load(y);
 }
 
-// The sum of all 16, by halves: few additions that wait for one another.
-MDN_INLINE float total(const Vector& x) {
-    Lanes lanes = x.part[0];
-    for (int i = 1; i < kParts; ++i) lanes += x.part[i];
+// The sum of all lanes, by halves: few additions that wait for one another.
+MDN_INLINE float total(const Lanes& lanes) {
     Four four[kLanes / 4];
     __builtin_memcpy(four, &lanes, sizeof(lanes));
     for (int i = 1; i < kLanes / 4; ++i) four[0] += four[i];
     return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
+}
+
+MDN_INLINE float total(const Vector& x) {
+    Lanes lanes = x.part[0];
+    for (int i = 1; i < kParts; ++i) lanes += x.part[i];
+    return total(lanes);
 }
 
 // A matrix in scratch memory: rows `stride` floats apart.

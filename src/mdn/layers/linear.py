@@ -1,8 +1,11 @@
-"""Linear layers and embeddings whose weights are packed in 16, 8 or 4 bits (``mdn.ops.cpu.linear``), for inference.
+"""Linear layers: ``Linear``, which every layer here is built from, and those whose weights are packed for inference.
 
-They take the place of ``nn.Linear`` and ``nn.Embedding`` in a finished model; the layer around them does not change.
-Few rows (decoding) go through the native kernel. Many rows (a prompt), other devices, gradients and a machine without
-the kernel use the dequantised weights, which are the same numbers.
+``Linear`` is ``nn.Linear`` with a faster product of few rows (decoding) on a CPU.
+
+``PackedLinear`` and ``PackedEmbedding`` have weights of 16, 8 or 4 bits (``mdn.ops.cpu.linear``) and take the place of
+``nn.Linear`` and ``nn.Embedding`` in a finished model; the layer around them does not change. Few rows go through the
+native kernel. Many rows (a prompt), other devices, gradients and a machine without the kernel use the dequantised
+weights, which are the same numbers.
 
 Projections that read the same vector are one matrix for the kernel: ``SharedInput`` keeps their panels side by side
 in memory and multiplies them all when the first of them is called.
@@ -17,10 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdn.ops.cpu import why_unavailable
-from mdn.ops.cpu.linear import PANEL, PackedWeight, Product, pack, packed_like, side_by_side, unpack
+from mdn.ops.cpu.linear import MOST_ROWS, PANEL, PackedWeight, Product, pack, packed_like, side_by_side, unpack
+from mdn.ops.fused import linear
 
-MOST_ROWS = 48
-"""rows of x up to which the kernel is faster than a float32 product with the dequantised weights"""
+
+class Linear(nn.Linear):
+    """``nn.Linear``, faster for few rows outside training.
+
+    In training the product is always torch's: a checkpointed layer runs without gradients first and with them again,
+    and both must give the same numbers.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.linear if self.training else linear)(x, self.weight, self.bias)
 
 
 class Packed(nn.Module):
