@@ -94,7 +94,8 @@ def backward_pass(
             X = states_before_chunks(chunk, group, start, scratch.residual, scratch.X, heads)
             group.load(grad_o, scratch.grad_target_O[:, group.size :], chunks.options.scale, scratch.gathered)
             grad_X = members_of(group, grad_X_slab, heads)
-            backward_rounds(chunk, group, grad_X, scratch.grad_target_O, scratch.grad_X, heads)
+            grad_rows = scratch.grad_target_O, scratch.grad_residual
+            backward_rounds(chunk, group, grad_X, *grad_rows, scratch.grad_X, heads)
             put_members(group, grad_X, grad_X_slab, heads)
             group.store(scratch.grad_target_O[:, : group.size], grads.v, 1.0, scratch.gathered)  # (10)
             grads.store(chunks.gradients(chunk, X, scratch), chunk, norms, group, scratch)
@@ -120,7 +121,7 @@ class ChunkInputs(Generic[Chunk]):
     forward_scratch: ClassVar[type[Any]]
     """``LoadedScratch`` with target and output [Z, C, V]"""
     backward_scratch: ClassVar[type[Any]]
-    """``LoadedScratch`` with X and grad_X [Z, 2K, V] and grad_target_O [Z, 2C, V]"""
+    """``LoadedScratch`` with X and grad_X [Z, 2K, V], grad_target_O [Z, 2C, V] and grad_residual [Z, C, V]"""
 
     def __init__(self, tensors: RuleTensors, options: RuleOptions):
         self.tensors = tensors
@@ -164,7 +165,8 @@ class ChunkInputs(Generic[Chunk]):
 
     def load_scalars(self, group: ChunkGroup, scratch: LoadedScratch) -> tuple[dict[str, Tensor], InverseNorms]:
         """The gates that are one number per head and token, by name [Z, C], and the norms."""
-        rows = group.load(self.scalars, scratch.scalars, 1.0, scratch.gathered).movedim(-1, 0).contiguous()
+        rows = scratch.scalars
+        group.load(self.scalars, rows.movedim(0, -1), 1.0, scratch.gathered)
         if group.valid is not None:
             # Zero is neutral for all of them: log 1 for the decays, no write, vectors of length zero.
             rows = torch.where(group.valid.repeat_interleave(self.heads, dim=0), rows, 0.0)

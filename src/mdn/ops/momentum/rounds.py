@@ -31,8 +31,8 @@ from mdn.ops.momentum.interface import ForwardResult, RuleTensors
 class UnitTriangle(NamedTuple):
     """I + erase, solved by halves."""
 
-    erase: Tensor
-    """[Z, C, C], read below the diagonal only"""
+    below: Tensor
+    """[Z, C - C/2, C/2]: erase in the second half of the rows and the first half of the columns"""
     inverse_first: Tensor
     """[Z, C/2, C/2]: inverse of I + erase in the first half of the rows and columns"""
     inverse_second: Tensor
@@ -40,22 +40,24 @@ class UnitTriangle(NamedTuple):
 
     @classmethod
     def of(cls, erase: Tensor) -> UnitTriangle:
+        """From erase [Z, C, C], read below the diagonal only."""
         half = erase.shape[-1] // 2
-        return cls(erase, *(_unit_lower_inverse(erase[:, x, x]) for x in (slice(half), slice(half, None))))
+        first, second = (_unit_lower_inverse(erase[:, x, x]) for x in (slice(half), slice(half, None)))
+        return cls(erase[:, half:, :half], first, second)
 
     def solve(self, target: Tensor, z: slice, out: Tensor) -> None:
         """``out`` = R of the chunks z, from target [z, C, V] (6): the first half, then the second."""
-        half = self.inverse_first.shape[-1]
+        half = self.below.shape[-1]
         first = torch.bmm(self.inverse_first[z], target[:, :half])
-        second = torch.baddbmm(target[:, half:], self.erase[z, half:, :half], first, alpha=-1)
-        out[:, :half], out[:, half:] = first, torch.bmm(self.inverse_second[z], second)
+        rest = torch.baddbmm(target[:, half:], self.below[z], first, alpha=-1)
+        torch.cat([first, torch.bmm(self.inverse_second[z], rest)], dim=1, out=out)
 
     def solve_transposed(self, grad_residual: Tensor, z: slice, out: Tensor) -> None:
         """``out`` = grad_target of the chunks z (10)."""
-        half = self.inverse_first.shape[-1]
+        half = self.below.shape[-1]
         second = torch.bmm(self.inverse_second[z].mT, grad_residual[:, half:])
-        first = torch.baddbmm(grad_residual[:, :half], self.erase[z, half:, :half].mT, second, alpha=-1)
-        out[:, :half], out[:, half:] = torch.bmm(self.inverse_first[z].mT, first), second
+        rest = torch.baddbmm(grad_residual[:, :half], self.below[z].mT, second, alpha=-1)
+        torch.cat([torch.bmm(self.inverse_first[z].mT, rest), second], dim=1, out=out)
 
 
 def _unit_lower_inverse(strictly_lower: Tensor) -> Tensor:
@@ -142,24 +144,30 @@ def states_before_chunks(
 
 
 def backward_rounds(
-    chunk: ChunkMap, group: ChunkGroup, grad_X: Tensor, grad_target_O: Tensor, grad_after: Tensor, heads: int
+    chunk: ChunkMap,
+    group: ChunkGroup,
+    grad_X: Tensor,
+    grad_target_O: Tensor,
+    grad_residual: Tensor,
+    grad_after: Tensor,
+    heads: int,
 ) -> None:
     """Rounds in reverse: only what must be sequential, (9) to (11).
 
     ``grad_target_O`` [Z, 2C, V] comes with grad_O in its lower half and gets grad_target in its upper one: one product
-    then serves both. Fills ``grad_after`` [Z, 2K, V] with the gradient of the state after every chunk, and moves
-    ``grad_X`` to before the group.
+    then serves both. Fills ``grad_residual`` [Z, C, V] and ``grad_after`` [Z, 2K, V], the gradient of the state after
+    every chunk, and moves ``grad_X`` to before the group.
     """
     size = group.size
-    grad_target_O[:, :size] = torch.bmm(chunk.attend.mT, grad_target_O[:, size:])  # (9)
+    torch.bmm(chunk.attend.mT, grad_target_O[:, size:], out=grad_residual)  # (9)
     arrived = 0  # rows of the state that a later round has passed on
     for number, (first, end) in reversed(list(enumerate(group.rounds))):
         z = slice(first * heads, end * heads)
         count = z.stop - z.start
         current = grad_after[z]
         current[arrived:] = grad_X[arrived:count]
-        grad_residual = torch.baddbmm(grad_target_O[z, :size], chunk.write[z], current)  # (9)
-        chunk.triangle.solve_transposed(grad_residual, z, out=grad_target_O[z, :size])  # (10)
+        grad_residual[z].baddbmm_(chunk.write[z], current)  # (9)
+        chunk.triangle.solve_transposed(grad_residual[z], z, out=grad_target_O[z, :size])  # (10)
         previous = grad_after[group.rounds[number - 1][0] * heads :] if number else grad_X
         chunk.retreat(current, z, out=previous[:count])  # (11)
         previous[:count].baddbmm_(chunk.read[z].mT, grad_target_O[z])  # (11)

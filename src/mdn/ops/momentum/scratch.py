@@ -51,7 +51,7 @@ class LoadedScratch:
     """What every pass loads or fills."""
 
     gathered: Annotated[Tensor, "ZCW"]  # flat: rows of a pack on their way in or out
-    scalars: Annotated[Tensor, "Z C scalars"]  # gates and inverse norms
+    scalars: Annotated[Tensor, "scalars Z C"]  # inverse norms and gates
     pq: Annotated[Tensor, "Z 2C K"]
     k: Annotated[Tensor, "Z C G"]
     residual: Annotated[Tensor, "Z C V"]
@@ -83,6 +83,7 @@ class BackwardScratch(ChunkScratch):
     X: Annotated[Tensor, "Z 2K V"]  # states before each chunk
     grad_X: Annotated[Tensor, "Z 2K V"]  # gradients of the states after it
     grad_target_O: Annotated[Tensor, "Z 2C V"]
+    grad_residual: Annotated[Tensor, "Z C V"]
     grad_read: Annotated[Tensor, "Z 2C 2K"]
     grad_write: Annotated[Tensor, "Z C 2K"]
     grad_masked: Annotated[Tensor, "Z 2C C"]
@@ -116,6 +117,7 @@ class VectorBackwardScratch(VectorScratch):
     X: Annotated[Tensor, "Z 2K V"]
     grad_X: Annotated[Tensor, "Z 2K V"]
     grad_target_O: Annotated[Tensor, "Z 2C V"]
+    grad_residual: Annotated[Tensor, "Z C V"]
     grad_read: Annotated[Tensor, "Z P 2 2K"]
     grad_write: Annotated[Tensor, "Z P 2K"]
     grad_scores: Annotated[Tensor, "Z P 2 P"]
