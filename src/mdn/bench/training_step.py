@@ -20,6 +20,7 @@ import torch
 
 from mdn.bench.equal_size import equal_size_configs
 from mdn.bench.timing import interleaved
+from mdn.common.heap import keep_freed_memory
 from mdn.common.plots import MIXER_COLOURS, doubling_axis, figure, legend_outside
 from mdn.common.results import Table
 from mdn.layers import MIXERS
@@ -62,7 +63,8 @@ class StepSize:
 
 
 def make_step(model: MomentumDeltaNetForCausalLM, batch: torch.Tensor) -> Callable[[], None]:
-    """A call that does one training step."""
+    """A call that does one training step, with memory kept between steps as in ``mdn train``."""
+    keep_freed_memory()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model.train()
 

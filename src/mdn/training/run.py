@@ -29,6 +29,7 @@ from mdn.common import progress as bars
 from mdn.common.errors import one_line
 from mdn.common.files import lock_for_life, read_json, share, write_atomically
 from mdn.common.hardware import Threads
+from mdn.common.heap import keep_freed_memory
 from mdn.common.results import command_line
 from mdn.training import checkpoints
 from mdn.training.build import (
@@ -73,6 +74,7 @@ def train(recipe: Recipe, command: str | None = None) -> RunResult:
     """Train, resume, or report a finished run. Figures and the model card are labelled with `command`."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    keep_freed_memory()
     run_dir = recipe.output_dir
     stop = StopSignal()
     try:
