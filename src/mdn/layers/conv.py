@@ -7,7 +7,7 @@ filled with its state or with zeros.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,26 @@ if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan
 
 
+class KernelWeights(NamedTuple):
+    """What ``mdn.ops.fused.Convolution`` takes: ``[C, 1, W]``, ``[C]``, and whether SiLU follows."""
+
+    weight: Tensor
+    bias: Tensor | None
+    silu: bool
+
+
 class CausalWindow(nn.Module):
-    """A map of every token and the W - 1 before it; a subclass has ``convolve`` and ``advance``."""
+    """A map of every token and the W - 1 before it; a subclass has ``convolve``, ``kernel_weights`` and ``advance``."""
 
     channels: int
     width: int
 
     def convolve(self, extended: Tensor) -> Tensor:
         """``[1 or B, W - 1 + T, C]`` to ``[1 or B, T, C]``: a valid convolution."""
+        raise NotImplementedError
+
+    def kernel_weights(self, x: Tensor) -> KernelWeights:
+        """``convolve`` for the native kernel, in the dtype of x."""
         raise NotImplementedError
 
     def advance(self, x: Tensor, state: Tensor) -> Tensor:
@@ -73,6 +85,19 @@ class CausalWindow(nn.Module):
     def _forward(
         self, x: Tensor, layout: TokenLayout, state: Tensor | None, return_state: bool
     ) -> tuple[Tensor, Tensor | None]:
+        history_has_gradient = state is not None and state.requires_grad
+        if return_state or history_has_gradient or self.width > MOST_TAPS or not is_native(x):
+            return self._define(x, layout, state, return_state)
+        ends = range(0, x.shape[0] * x.shape[1] + 1, x.shape[1] or 1)
+        offsets = ends if layout.boundaries is None else layout.boundaries.offsets
+        weight, bias, silu = self.kernel_weights(x)
+        settings = ConvolutionSettings(offsets, None if state is None else state.to(x.dtype).contiguous(), silu)
+        convolution = Convolution(settings, lambda x, *parameters: self._define(x, layout, state, False)[0])
+        return convolution(x, weight, bias), None
+
+    def _define(
+        self, x: Tensor, layout: TokenLayout, state: Tensor | None, return_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
         history = self.width - 1
         if layout.boundaries is None:
             extended = F.pad(x, (0, 0, history, 0)) if state is None else torch.cat([state.mT.to(x.dtype), x], dim=1)
@@ -104,20 +129,8 @@ class ShortConvolution(CausalWindow):
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
-    def _forward(
-        self, x: Tensor, layout: TokenLayout, state: Tensor | None, return_state: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        history_has_gradient = state is not None and state.requires_grad
-        if return_state or history_has_gradient or self.width > MOST_TAPS:
-            return super()._forward(x, layout, state, return_state)
-        ends = range(0, x.shape[0] * x.shape[1] + 1, x.shape[1] or 1)
-        offsets = ends if layout.boundaries is None else layout.boundaries.offsets
-        settings = ConvolutionSettings(
-            offsets, None if state is None else state.to(x.dtype).contiguous(), self.activation
-        )
-        definition = super()._forward
-        convolution = Convolution(settings, lambda x, weight, bias: definition(x, layout, state, False)[0])
-        return convolution(x, self.weight, self.bias), None
+    def kernel_weights(self, x: Tensor) -> KernelWeights:
+        return KernelWeights(self.weight, self.bias, self.activation)
 
     def keep_part(self, ranks: int) -> None:
         """Count only the channels of one of ``ranks`` ranks; the weights are cut elsewhere (mdn.parallel.tensor)."""

@@ -25,15 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdn.layers.cache_access import LayerState
-from mdn.layers.conv import CausalWindow
+from mdn.layers.conv import CausalWindow, KernelWeights
 from mdn.layers.init import decay_bias, initialise, rate_bias, value_bias
 from mdn.layers.linear import Linear
 from mdn.layers.mixer import Mixer, StateShape, run_pack
 from mdn.layers.token_layout import TokenLayout
-from mdn.layers.token_mixing import mixed_streams
+from mdn.layers.token_mixing import mixed_output, mixed_streams, rule_inputs
 from mdn.ops import first_order
 
-SLOWEST_LOG_DECAY = -math.exp(-0.5)
 STREAMS = "rwkvag"
 FIRST_VALUES = "values of the first RWKV-7 layer"
 TIME_MIXING_STATE, CHANNEL_MIXING_STATE = 0, 1  # numbers of the convolution states in one layer's cache
@@ -48,6 +47,9 @@ class TokenShift(CausalWindow):
 
     def convolve(self, extended: Tensor) -> Tensor:
         return extended[:, :-1] - extended[:, 1:]
+
+    def kernel_weights(self, x: Tensor) -> KernelWeights:
+        return KernelWeights(x.new_tensor([1.0, -1.0]).expand(self.channels, 1, 2), None, silu=False)
 
     def advance(self, x: Tensor, state: Tensor) -> Tensor:
         shifted = (state[..., 0] - x.to(state.dtype)).to(x.dtype)
@@ -86,16 +88,18 @@ class LowRank(nn.Module):
         return y
 
 
-class HeadGroupNorm(nn.GroupNorm):
-    """Group norm of ``[..., H * V]`` over the heads; its weight starts at ``initial_weight``."""
+class HeadGroupNorm(nn.Module):
+    """Group norm over the heads, then what a token reads of itself and the gate: ``mixed_output``. The norm's weight
+    starts at ``initial_weight``."""
 
-    def __init__(self, heads: int, channels: int, eps: float, initial_weight: float):
-        super().__init__(heads, channels, eps)
-        self.initial_weight = initial_weight
+    def __init__(self, channels: int, eps: float, initial_weight: float):
+        super().__init__()
+        self.eps, self.initial_weight = eps, initial_weight
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (self.num_groups, -1))  # a layer norm of every head is a third of the time on CPUs
-        return F.layer_norm(heads, heads.shape[-1:], eps=self.eps).flatten(-2) * self.weight + self.bias
+    def forward(self, o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor, r_k: Tensor) -> Tensor:
+        return mixed_output(o, r, k, v, gate, r_k=r_k, weight=self.weight, bias=self.bias, eps=self.eps)
 
 
 class RuleInputs(NamedTuple):
@@ -146,9 +150,7 @@ class RWKV7Attention(Mixer):
         self.o_proj = OrthogonalLinear(hidden_size, hidden_size, gain=0.0)
         self._build_low_rank(decay_low_rank_dim, a_low_rank_dim, v_low_rank_dim, gate_low_rank_dim)
         depth = (self.layer_idx or 0) + 1
-        self.g_norm = HeadGroupNorm(
-            self.num_heads, hidden_size, head_dim * norm_eps, (depth / num_hidden_layers) ** 0.7
-        )
+        self.g_norm = HeadGroupNorm(hidden_size, head_dim * norm_eps, (depth / num_hidden_layers) ** 0.7)
         self.reset_parameters()
 
     def _build_low_rank(self, decay: int | None, rate: int | None, value: int | None, gate: int | None) -> None:
@@ -186,8 +188,7 @@ class RWKV7Attention(Mixer):
                 state.write_conv(after, TIME_MIXING_STATE)
             inputs, gate = self._rule_inputs(hidden_states, shifted, layout)
             o = run_pack(self.run, self.step, inputs, layout, state)
-        own = (inputs.r * inputs.k * self.r_k).sum(-1, keepdim=True) * inputs.v
-        y: Tensor = self.o_proj((self.g_norm(o.flatten(-2)) + own.flatten(-2)) * gate)
+        y: Tensor = self.o_proj(self.g_norm(o, inputs.r, inputs.k, inputs.v, gate, self.r_k))
         return y
 
     def run(
@@ -211,18 +212,9 @@ class RWKV7Attention(Mixer):
     def _rule_inputs(self, x: Tensor, shifted: Tensor, layout: TokenLayout) -> tuple[RuleInputs, Tensor]:
         """The rule's arguments ``[B, T, H, D]`` and the output gate ``[B, T, H * D]``."""
         xr, xw, xk, xv, xa, xg = mixed_streams(x, shifted, *(getattr(self, f"x_{stream}") for stream in STREAMS))
-        rate = self.a_lora(xa).sigmoid()
-        k, v = self.k_proj(xk), self._values(xv, layout)
-        kappa = F.normalize((k * self.k_k).unflatten(-1, (self.num_heads, -1)), dim=-1)
-        tensors = {
-            "r": self.r_proj(xr),
-            "w": SLOWEST_LOG_DECAY * self.w_lora(xw).sigmoid(),
-            "k": k * (1 + (rate - 1) * self.k_a),
-            "v": v,
-        }
-        inputs = {name: tensor.unflatten(-1, (self.num_heads, -1)) for name, tensor in tensors.items()}
-        rate = rate.unflatten(-1, (self.num_heads, -1))
-        return RuleInputs(**inputs, a=-kappa, b=kappa * rate), self.g_lora(xg)
+        w, k, a, b = rule_inputs(self.k_proj(xk), self.w_lora(xw), self.a_lora(xa), self.k_k, self.k_a, self.num_heads)
+        r, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (self.r_proj(xr), self._values(xv, layout)))
+        return RuleInputs(r, w, k, v, a, b), self.g_lora(xg)
 
     def _values(self, x: Tensor, layout: TokenLayout) -> Tensor:
         v: Tensor = self.v_proj(x)

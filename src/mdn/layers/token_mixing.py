@@ -1,62 +1,112 @@
-"""Streams of RWKV: a token mixed with the one before it, in another proportion for every stream."""
+"""What surrounds RWKV-7's rule: the streams, the rule's arguments, and the output.
+
+Each is a torch definition and, for float32 CPU tensors, native code that passes over memory once (``mdn.ops.fused``).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mdn.ops.fused import any_requires_gradient, is_native
+from mdn.ops.cpu import token_mixing as native
+from mdn.ops.cpu.bindings import MOST_STREAMS
+from mdn.ops.cpu.token_mixing import KeyTensors, OutputTensors, RuleTensors
+from mdn.ops.fused import Kernel
 
-ROWS = 256
-"""tokens whose gradients are found together: few enough to stay in the cache"""
+SLOWEST_LOG_DECAY = -math.exp(-0.5)
+
+# ------------------------------------------------------------------------------------------------------------- streams
+
+
+class _Streams(Kernel[tuple[Tensor, ...]]):
+    def definition(self, x: Tensor, shifted: Tensor, *mixes: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.addcmul(x, shifted, mix) for mix in mixes)
+
+    def forward(self, x: Tensor, shifted: Tensor, *mixes: Tensor) -> tuple[Tensor, ...]:
+        return native.streams(x, shifted, mixes)
+
+    def backward(
+        self, grad: tuple[Tensor, ...], x: Tensor, shifted: Tensor, *mixes: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return native.streams_backward(grad, x, shifted, mixes)
+
+
+_streams = _Streams()
 
 
 def mixed_streams(x: Tensor, shifted: Tensor, *mixes: Tensor) -> tuple[Tensor, ...]:
-    """``x + shifted * mix`` for every mix; x and shifted ``[B, T, D]``, a mix has D elements."""
-    if is_native(x, shifted, *mixes) and any_requires_gradient((x, shifted, *mixes)):
-        apply: Any = _MixedStreams.apply
-        streams: tuple[Tensor, ...] = apply(x, shifted, *mixes)
-        return streams
-    return tuple(torch.addcmul(x, shifted, mix) for mix in mixes)
+    """A token mixed with the one before it, in another proportion for every stream: ``x + shifted * mix`` for every
+    mix (six at most); x and shifted ``[B, T, D]``, a mix has D elements."""
+    if len(mixes) > MOST_STREAMS:
+        raise ValueError(f"there can be {MOST_STREAMS} streams at most, got {len(mixes)}")
+    return _streams(x, shifted, *mixes)
 
 
-class _MixedStreams(torch.autograd.Function):
-    """The gradients of all streams in one pass over memory; autograd by itself makes more than twenty for six."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shifted: Tensor, *mixes: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(shifted, *mixes)
-        return tuple(torch.addcmul(x, shifted, mix) for mix in mixes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        shifted, *mixes = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient itself is to be differentiated
-            return _differentiable_gradients(grads, shifted, mixes)
-        return _gradients(grads, shifted, mixes)
+# ----------------------------------------------------------------------------------------------- arguments of the rule
 
 
-def _differentiable_gradients(grads: tuple[Tensor, ...], shifted: Tensor, mixes: list[Tensor]) -> tuple[Tensor, ...]:
-    of_mixes = ((grad * shifted).sum_to_size(mix.shape) for grad, mix in zip(grads, mixes))
-    of_shifted = torch.stack([grad * mix for grad, mix in zip(grads, mixes)]).sum(0)
-    return torch.stack(grads).sum(0), of_shifted, *of_mixes
+@dataclass(frozen=True)
+class _RuleInputs(Kernel[tuple[Tensor, ...]]):
+    heads: int
+
+    def definition(self, k: Tensor, decay: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor) -> tuple[Tensor, ...]:
+        rate = rate.sigmoid()
+        flat = (SLOWEST_LOG_DECAY * decay.sigmoid(), k * (1 + (rate - 1) * k_a), k * k_k, rate)
+        w, key, scaled, rate = (x.unflatten(-1, (self.heads, -1)) for x in flat)
+        kappa = F.normalize(scaled, dim=-1)
+        return w, key, -kappa, kappa * rate
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(native.rule_inputs(KeyTensors(*tensors), self.heads, SLOWEST_LOG_DECAY))
+
+    def backward(self, grad: tuple[Tensor, ...], *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        return native.rule_inputs_backward(RuleTensors(*grad), KeyTensors(*tensors), self.heads, SLOWEST_LOG_DECAY)
 
 
-def _gradients(grads: tuple[Tensor, ...], shifted: Tensor, mixes: list[Tensor]) -> tuple[Tensor, ...]:
-    width = shifted.shape[-1]
-    of_x, of_shifted = torch.empty_like(shifted), torch.empty_like(shifted)
-    of_mixes = [torch.zeros(width) for _ in mixes]
-    flat = [tensor.reshape(-1, width).split(ROWS) for tensor in (of_x, of_shifted, shifted, *grads)]
-    product = torch.empty(ROWS, width)
-    for to_x, to_shifted, rows, *given in zip(*flat):
-        for stream, (grad, mix) in enumerate(zip(given, mixes)):
-            if stream == 0:
-                to_x.copy_(grad)
-                torch.mul(grad, mix.view(-1), out=to_shifted)
-            else:
-                to_x.add_(grad)
-                to_shifted.addcmul_(grad, mix.view(-1))
-            of_mixes[stream] += torch.mul(grad, rows, out=product[: len(rows)]).sum(0)
-    return of_x, of_shifted, *(total.view_as(mix) for total, mix in zip(of_mixes, mixes))
+def rule_inputs(k: Tensor, decay: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor, heads: int) -> RuleTensors:
+    """The arguments w, k, a, b of the rule ``[..., H, D]``, from projections ``[..., H * D]`` and parameters
+    ``[H * D]``: the log decay, the key at the in-context learning rate, -kappa, and kappa times that rate."""
+    return RuleTensors(*_RuleInputs(heads)(k, decay, rate, k_k, k_a))
+
+
+# -------------------------------------------------------------------------------------------------------------- output
+
+
+@dataclass(frozen=True)
+class _MixedOutput(Kernel[Tensor]):
+    eps: float
+
+    def definition(
+        self, o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor
+    ) -> Tensor:
+        # a layer norm of every head takes a third of the time of torch's group norm on CPUs
+        normed = F.layer_norm(o, o.shape[-1:], eps=self.eps).flatten(-2) * weight + bias
+        own = (r * k * r_k).sum(-1, keepdim=True) * v
+        return (normed + own.flatten(-2)) * gate
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return native.mixed_output(OutputTensors(*tensors), self.eps)
+
+    def backward(self, grad: Tensor, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        return native.mixed_output_backward(grad, OutputTensors(*tensors), self.eps)
+
+
+def mixed_output(
+    o: Tensor,
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    *,
+    r_k: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+) -> Tensor:
+    """``(groupnorm(o) + (r . (k * r_k)) v) * gate``, ``[..., H * D]``: o, r, k, v ``[..., H, D]``, the gate
+    ``[..., H * D]``, r_k ``[H, D]``; weight and bias ``[H * D]`` are those of the norm, whose groups are the heads."""
+    return _MixedOutput(eps)(o, r, k, v, gate, r_k, weight, bias)

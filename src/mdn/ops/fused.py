@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,8 @@ from mdn.ops.cpu.linear import MOST_ROWS, linear_of_rows
 IGNORE_INDEX = -100
 """the label of a position that counts for nothing, as in torch's cross_entropy"""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu, "silu": F.silu}
+
+Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
 
 _definitions_only = False
 
@@ -56,56 +58,63 @@ def any_requires_gradient(tensors: Iterable[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-class Kernel:
+class Kernel(Generic[Result]):
     """A function of tensors (None where one is absent), and its hand-written gradient."""
 
-    def definition(self, *tensors: Any) -> Tensor:
+    def definition(self, *tensors: Any) -> Result:
         raise NotImplementedError
 
-    def forward(self, *tensors: Any) -> Tensor:
+    def forward(self, *tensors: Any) -> Result:
         """The same, natively; all tensors are contiguous."""
         raise NotImplementedError
 
-    def backward(self, grad: Tensor, *tensors: Any) -> tuple[Tensor | None, ...]:
+    def backward(self, grad: Result, *tensors: Any) -> tuple[Tensor | None, ...]:
         """One gradient per tensor."""
         raise NotImplementedError
 
-    def __call__(self, *tensors: Tensor | None) -> Tensor:
+    def __call__(self, *tensors: Tensor | None) -> Result:
         if not is_native(*tensors):
             return self.definition(*tensors)
         contiguous = [None if x is None else x.contiguous() for x in tensors]
         if any_requires_gradient(tensors):
             apply: Any = _NativeFunction.apply
-            y: Tensor = apply(self, *contiguous)
+            y: Result = apply(self, *contiguous)
             return y
         return self.forward(*contiguous)
 
 
 class _NativeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, kernel: Kernel[Any], *tensors: Tensor | None) -> Any:
         ctx.kernel = kernel
         ctx.save_for_backward(*tensors)
-        return kernel.forward(*tensors)
+        result = kernel.forward(*tensors)
+        ctx.is_one_tensor = isinstance(result, Tensor)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # the gradient itself is to be differentiated
-            return None, *_gradients_of_definition(ctx.kernel, grad, ctx.saved_tensors)
-        return None, *ctx.kernel.backward(grad.contiguous(), *ctx.saved_tensors)
+            return None, *_gradients_of_definition(ctx.kernel, grads, ctx.saved_tensors)
+        given = tuple(grad.contiguous() for grad in grads)
+        return None, *ctx.kernel.backward(given[0] if ctx.is_one_tensor else given, *ctx.saved_tensors)
 
 
-def _gradients_of_definition(kernel: Kernel, grad: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _gradients_of_definition(
+    kernel: Kernel[Any], grads: Sequence[Tensor], tensors: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     leaves = [x for x in tensors if x is not None and x.requires_grad]
-    grads = iter(torch.autograd.grad(kernel.definition(*tensors), leaves, grad, create_graph=True))
-    return [next(grads) if x is not None and x.requires_grad else None for x in tensors]
+    result = kernel.definition(*tensors)
+    results = (result,) if isinstance(result, Tensor) else result
+    found = iter(torch.autograd.grad(results, leaves, grads, create_graph=True, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in tensors]
 
 
 # --------------------------------------------------------------------------------------------------------------- norms
 
 
 @dataclass(frozen=True)
-class _Norm(Kernel):
+class _Norm(Kernel[Tensor]):
     eps: float
     activation: str | None
 
@@ -134,7 +143,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activati
 # -------------------------------------------------------------------------------------------------------------- SwiGLU
 
 
-class _SwiGlu(Kernel):
+class _SwiGlu(Kernel[Tensor]):
     def definition(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
 
@@ -157,7 +166,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Convolution(Kernel):
+class Convolution(Kernel[Tensor]):
     """``y_t = silu(bias + sum_j w_j x_{t - W + 1 + j})`` per channel: x ``[B, T, C]``, weight ``[C, 1, W]``, bias
     ``[C]`` or None. ``define`` is the same in torch (layers/conv.py)."""
 
@@ -177,7 +186,7 @@ class Convolution(Kernel):
 # ------------------------------------------------------------------------------------------------------- cross entropy
 
 
-class _CrossEntropy(Kernel):
+class _CrossEntropy(Kernel[Tensor]):
     """The sum over all labelled rows."""
 
     def __init__(self, labels: Tensor):

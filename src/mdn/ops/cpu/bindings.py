@@ -138,6 +138,43 @@ class VectorStep(Structure):
     ]
 
 
+MOST_STREAMS = 6
+"""MDN_MOST_STREAMS of csrc/token_mixing.h"""
+
+
+class Streams(Structure):
+    """``MdnStreams``: tokens mixed with the ones before them."""
+
+    _fields_ = [
+        *_fields(c_int64, "rows width rows_per_unit count threads"),
+        *_fields(c_void_p, "x shifted"),
+        *_fields(c_void_p * MOST_STREAMS, "mix y grad_y"),
+        *_fields(c_void_p, "grad_x grad_shifted grad_mix"),
+    ]
+
+
+class RuleInputs(Structure):
+    """``MdnRuleInputs``: arguments of RWKV-7's rule."""
+
+    _fields_ = [
+        *_fields(c_int64, "rows heads head_dim rows_per_unit threads"),
+        ("slowest", c_double),
+        *_fields(c_void_p, "k decay rate k_k k_a w key a b grad_w grad_key grad_a grad_b"),
+        *_fields(c_void_p, "grad_k grad_decay grad_rate grad_k_k grad_k_a"),
+    ]
+
+
+class MixedOutput(Structure):
+    """``MdnMixedOutput``: norm, bonus and gate after that rule."""
+
+    _fields_ = [
+        *_fields(c_int64, "rows heads head_dim rows_per_unit threads"),
+        ("eps", c_double),
+        *_fields(c_void_p, "o r k v gate r_k weight bias y grad_y"),
+        *_fields(c_void_p, "grad_o grad_r grad_k grad_v grad_gate grad_r_k grad_weight grad_bias"),
+    ]
+
+
 class Elementwise(Structure):
     """``MdnElementwise``: an operation element by element."""
 
@@ -159,6 +196,7 @@ STRUCTS = {
     "mdn_interface": (Problem, Step, Linear),
     "mdn_layers_interface": (Norm, SwiGlu, Convolution, ConvolutionStep, GateMap, CrossEntropy, Elementwise, Program),
     "mdn_vector_interface": (VectorDecay, VectorStep),
+    "mdn_token_mixing_interface": (Streams, RuleInputs, MixedOutput),
 }
 """in the order in which these functions report their sizes; the first one reports the version before them"""
 
@@ -234,7 +272,15 @@ def _why_stale(loaded: ctypes.CDLL) -> str | None:
 
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    with_backward = {"norm": Norm, "swiglu": SwiGlu, "convolution": Convolution, "cross_entropy": CrossEntropy}
+    with_backward = {
+        "norm": Norm,
+        "swiglu": SwiGlu,
+        "convolution": Convolution,
+        "cross_entropy": CrossEntropy,
+        "streams": Streams,
+        "rule_inputs": RuleInputs,
+        "mixed_output": MixedOutput,
+    }
     functions = {
         "mdn_forward": Problem,
         "mdn_backward": Problem,

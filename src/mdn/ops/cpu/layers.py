@@ -22,15 +22,15 @@ ROWS_PER_UNIT, TOKENS_PER_UNIT = 64, 32
 """rows that one thread takes at a time; of each the gradients of parameters are summed apart"""
 
 
-def _threads(elements: int) -> int:
+def threads_for(elements: int) -> int:
     return 1 if elements < SMALL else torch.get_num_threads()
 
 
-def _units(rows: int, per_unit: int) -> int:
+def units_of(rows: int, per_unit: int) -> int:
     return -(-rows // per_unit)
 
 
-def _point(struct: Structure, **tensors: Tensor | None) -> None:
+def point(struct: Structure, **tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None:
             setattr(struct, name, x.data_ptr())
@@ -58,8 +58,8 @@ def norm_backward(
 ) -> NormGradients:
     struct = _norm(x, weight, gate, eps, activation)
     grad_x, grad_gate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
-    partial = x.new_empty(_units(struct.rows, ROWS_PER_UNIT), struct.width)
-    _point(struct, grad_y=grad_y, grad_x=grad_x, grad_gate=grad_gate, grad_weight=partial)
+    partial = x.new_empty(units_of(struct.rows, ROWS_PER_UNIT), struct.width)
+    point(struct, grad_y=grad_y, grad_x=grad_x, grad_gate=grad_gate, grad_weight=partial)
     call("mdn_norm_backward", struct)
     return NormGradients(grad_x, partial.sum(0), grad_gate)
 
@@ -71,7 +71,7 @@ def _norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, activation
         width=width,
         rows_per_unit=ROWS_PER_UNIT,
         activation=ACTIVATIONS[activation],
-        threads=_threads(elements),
+        threads=threads_for(elements),
         eps=eps,
         x=x.data_ptr(),
         gate=None if gate is None else gate.data_ptr(),
@@ -84,15 +84,15 @@ def _norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, activation
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     y = torch.empty_like(gate)
-    struct = SwiGlu(gate.numel(), _threads(gate.numel()), gate.data_ptr(), up.data_ptr(), y.data_ptr())
+    struct = SwiGlu(gate.numel(), threads_for(gate.numel()), gate.data_ptr(), up.data_ptr(), y.data_ptr())
     call("mdn_swiglu", struct)
     return y
 
 
 def swiglu_backward(grad_y: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    struct = SwiGlu(gate.numel(), _threads(gate.numel()))
-    _point(struct, gate=gate, up=up, grad_y=grad_y, grad_gate=grad_gate, grad_up=grad_up)
+    struct = SwiGlu(gate.numel(), threads_for(gate.numel()))
+    point(struct, gate=gate, up=up, grad_y=grad_y, grad_gate=grad_gate, grad_up=grad_up)
     call("mdn_swiglu_backward", struct)
     return grad_gate, grad_up
 
@@ -133,10 +133,10 @@ def convolution_backward(
 ) -> ConvolutionGradients:
     struct, kept = _convolution(x, weight, bias, settings)
     channels, width = weight.shape[0], weight.shape[2]
-    units = _units(settings.offsets[-1], TOKENS_PER_UNIT)
+    units = units_of(settings.offsets[-1], TOKENS_PER_UNIT)
     grad_x, grad_taps = torch.empty_like(x), x.new_empty(units, width, channels)
     grad_bias = None if bias is None else x.new_empty(units, channels)
-    _point(struct, grad_y=grad_y, grad_x=grad_x, grad_weight=grad_taps, grad_bias=grad_bias)
+    point(struct, grad_y=grad_y, grad_x=grad_x, grad_weight=grad_taps, grad_bias=grad_bias)
     call("mdn_convolution_backward", struct)
     del kept
     grad_weight = grad_taps.sum(0).mT.unsqueeze(1).contiguous()
@@ -154,10 +154,10 @@ def _convolution(
         width=weight.shape[2],
         tokens_per_unit=TOKENS_PER_UNIT,
         silu=settings.silu,
-        threads=_threads(x.numel()),
+        threads=threads_for(x.numel()),
         offsets=addressof(offsets),
     )
-    _point(struct, x=x, weight=weight, bias=bias, state=settings.state)
+    point(struct, x=x, weight=weight, bias=bias, state=settings.state)
     return struct, offsets
 
 
@@ -165,7 +165,7 @@ def convolution_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tens
     """One token ``[B, C]``; ``state`` ``[B, C, W - 1]`` advances in place."""
     y = torch.empty_like(x)
     struct = ConvolutionStep(len(x), x.shape[1], weight.shape[2], silu)
-    _point(struct, x=x, weight=weight, bias=bias, state=state, y=y)
+    point(struct, x=x, weight=weight, bias=bias, state=state, y=y)
     call("mdn_convolution_step", struct)
     return y
 
@@ -194,7 +194,7 @@ def momentum_gates(given: GateTensors, settings: dict[str, float]) -> Tensor:
     gates = given.a.new_empty(4, *given.a.shape)
     heads = given.a.shape[-1]
     struct = GateMap(rows=given.a.numel() // heads, key_heads=len(given.A_log), value_heads=heads, **settings)
-    _point(struct, **given._asdict())
+    point(struct, **given._asdict())
     size, first = given.a.numel() * 4, gates.data_ptr()
     struct.log_alpha, struct.log_mu, struct.beta, struct.eta = (first + i * size for i in range(4))
     call("mdn_gates", struct)
@@ -215,7 +215,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> RowLosses:
     """logits ``[rows, classes]``, labels int64 ``[rows]``; a negative label counts for nothing."""
     losses = RowLosses(logits.new_empty(len(logits)), logits.new_empty(len(logits)))
     struct = _cross_entropy(logits, labels)
-    _point(struct, loss=losses.loss, log_sum=losses.log_sum)
+    point(struct, loss=losses.loss, log_sum=losses.log_sum)
     call("mdn_cross_entropy", struct)
     return losses
 
@@ -225,7 +225,7 @@ def cross_entropy_backward(grad_loss: float, logits: Tensor, labels: Tensor, log
     grad_logits = torch.empty_like(logits)
     struct = _cross_entropy(logits, labels)
     struct.grad_loss = grad_loss
-    _point(struct, log_sum=log_sum, grad_logits=grad_logits)
+    point(struct, log_sum=log_sum, grad_logits=grad_logits)
     call("mdn_cross_entropy_backward", struct)
     return grad_logits
 
@@ -233,6 +233,6 @@ def cross_entropy_backward(grad_loss: float, logits: Tensor, labels: Tensor, log
 def _cross_entropy(logits: Tensor, labels: Tensor) -> CrossEntropy:
     rows, classes = logits.shape
     rows_per_unit = max(1, min(ROWS_PER_UNIT, SMALL // max(classes, 1)))
-    struct = CrossEntropy(rows, classes, rows_per_unit, _threads(logits.numel()))
-    _point(struct, logits=logits, labels=labels)
+    struct = CrossEntropy(rows, classes, rows_per_unit, threads_for(logits.numel()))
+    point(struct, logits=logits, labels=labels)
     return struct

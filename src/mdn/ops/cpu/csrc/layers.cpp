@@ -4,22 +4,10 @@
 #include <cmath>
 
 #include "functions.h"
-#include "threads.h"
+#include "rows.h"
 
 namespace mdn {
 namespace {
-
-// Runs `work` on every row of [rows, ...], rows_per_unit of them per unit.
-template <class Problem, void (*work)(const Problem&, long unit, long first, long end)>
-int for_rows(const Problem* problem) {
-    const long units = (problem->rows + problem->rows_per_unit - 1) / problem->rows_per_unit;
-    const auto run = [](const void* context, long unit) {
-        const Problem& problem = *static_cast<const Problem*>(context);
-        const long first = unit * problem.rows_per_unit;
-        work(problem, unit, first, std::min<long>(first + problem.rows_per_unit, problem.rows));
-    };
-    return run_units(problem->threads, units, run, problem) ? 0 : 1;
-}
 
 // ------------------------------------------------------------------------------------------------------------- norms
 
