@@ -29,7 +29,7 @@ STUDY = Study(
                 "eta-sigmoid",
             ),
             rates=(2e-3, 5e-3, 1e-2, 2e-2),
-            seconds=22,
+            seconds=14,
             steps=200,
             model=SMALL_MODEL | SMALL | {"use_mlp": True, "tie_word_embeddings": False, "initializer_range": 0.02},
         ),
