@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard src/mdn/ops/cpu/csrc/*)
 BENCH_OUT ?= benchmarks/results
 
-.PHONY: setup setup-dev setup-vllm demo test test-slow test-oldest test-vllm sanitize mutants bench figures docs lint format clean
+.PHONY: setup setup-dev setup-vllm demo test test-slow test-oldest test-triton test-vllm sanitize mutants bench figures docs lint format clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -45,6 +45,21 @@ test-oldest: .venv-oldest/.installed
 	sed 's/^transformers==.*/transformers==5.19.0/' constraints.txt > .venv-oldest/constraints.txt
 	$(OLDEST_PIP) torch==2.13.0
 	$(OLDEST_PIP) -e '.[dev]'
+	touch $@
+
+# The Triton kernels, interpreted and emulated, with the newest Triton, in an environment of its own (.venv-triton).
+# Triton goes last and without the constraints: a CUDA build of torch asks for the version that constraints.txt has.
+TRITON_BIN := .venv-triton/bin
+TRITON_PIP := $(TRITON_BIN)/python -m pip install --quiet --disable-pip-version-check
+
+test-triton: .venv-triton/.installed
+	$(TRITON_BIN)/python $(TEST) tests/ops/triton tests/bench/emulator
+
+.venv-triton/.installed: $(INPUTS) Makefile
+	test -x $(TRITON_BIN)/python || $(PYTHON) -m venv .venv-triton
+	$(TRITON_PIP) -c constraints.txt torch==2.13.0
+	$(TRITON_PIP) -c constraints.txt -e '.[dev]'
+	$(TRITON_PIP) triton==3.9.0
 	touch $@
 
 # The vLLM plug-in, in an environment of its own (.venv-vllm): vLLM pins its dependencies. Without a GPU.
@@ -106,4 +121,4 @@ format: setup-dev
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-vllm build dist src/*.egg-info src/mdn/ops/cpu/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-triton .venv-vllm build dist src/*.egg-info src/mdn/ops/cpu/*.so .pytest_cache .mypy_cache .ruff_cache
