@@ -68,9 +68,8 @@ class DecodeProgram:
         for layer in cache.layers:
             self._watch(layer.conv_states)
             self._watch(layer.recurrent_states)
-            for state in layer.recurrent_states.values():
-                if state is not None:
-                    prefer_huge_pages(state)
+        for _, _, tensor, _ in self.tensors:  # weights and states: every step reads all of them
+            prefer_huge_pages(tensor)
 
     def _watch(self, tensors: dict[Any, Any]) -> None:
         self.tensors += [(tensors, name, x, x.data_ptr()) for name, x in tensors.items() if x is not None]
