@@ -183,7 +183,7 @@ def prepare(
         p_is_k=p_is_k,
         pk_qk=pk_qk,
         attend=attend,
-        triangle=UnitTriangle.of(erase),
+        triangle=UnitTriangle.of(erase, scratch.halves),
         read_factors=read_factors,
         read=spread(pq, read_factors, out=scratch.read),
         write_factors=write_factors,

@@ -37,27 +37,38 @@ class UnitTriangle(NamedTuple):
     """[Z, C/2, C/2]: inverse of I + erase in the first half of the rows and columns"""
     inverse_second: Tensor
     """the same for the second half"""
+    halves: Tensor
+    """[3, Z, C - C/2, V]: scratch memory"""
 
     @classmethod
-    def of(cls, erase: Tensor) -> UnitTriangle:
+    def of(cls, erase: Tensor, halves: Tensor) -> UnitTriangle:
         """From erase [Z, C, C], read below the diagonal only."""
         half = erase.shape[-1] // 2
         first, second = (_unit_lower_inverse(erase[:, x, x]) for x in (slice(half), slice(half, None)))
-        return cls(erase[:, half:, :half], first, second)
+        return cls(erase[:, half:, :half], first, second, halves)
 
     def solve(self, target: Tensor, z: slice, out: Tensor) -> None:
         """``out`` = R of the chunks z, from target [z, C, V] (6): the first half, then the second."""
         half = self.below.shape[-1]
-        first = torch.bmm(self.inverse_first[z], target[:, :half])
-        rest = torch.baddbmm(target[:, half:], self.below[z], first, alpha=-1)
-        torch.cat([first, torch.bmm(self.inverse_second[z], rest)], dim=1, out=out)
+        first, rest, second = self._halves_of(len(target), half, len(target[0]) - half, len(target[0]) - half)
+        torch.bmm(self.inverse_first[z], target[:, :half], out=first)
+        torch.baddbmm(target[:, half:], self.below[z], first, alpha=-1, out=rest)
+        torch.bmm(self.inverse_second[z], rest, out=second)
+        torch.cat([first, second], dim=1, out=out)
 
     def solve_transposed(self, grad_residual: Tensor, z: slice, out: Tensor) -> None:
         """``out`` = grad_target of the chunks z (10)."""
         half = self.below.shape[-1]
-        second = torch.bmm(self.inverse_second[z].mT, grad_residual[:, half:])
-        rest = torch.baddbmm(grad_residual[:, :half], self.below[z].mT, second, alpha=-1)
-        torch.cat([torch.bmm(self.inverse_first[z].mT, rest), second], dim=1, out=out)
+        first, rest, second = self._halves_of(len(out), half, half, len(grad_residual[0]) - half)
+        torch.bmm(self.inverse_second[z].mT, grad_residual[:, half:], out=second)
+        torch.baddbmm(grad_residual[:, :half], self.below[z].mT, second, alpha=-1, out=rest)
+        torch.bmm(self.inverse_first[z].mT, rest, out=first)
+        torch.cat([first, second], dim=1, out=out)
+
+    def _halves_of(self, chunks: int, *rows: int) -> list[Tensor]:
+        """Scratch memory [chunks, rows, V] for three halves. Fresh ones of 128 KiB and more would be mapped anew by the
+        system at every round."""
+        return [half[:chunks, :count] for half, count in zip(self.halves, rows)]
 
 
 def _unit_lower_inverse(strictly_lower: Tensor) -> Tensor:

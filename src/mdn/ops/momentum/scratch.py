@@ -3,7 +3,8 @@
 Megabyte temporaries that are freed go back to the system, and every page of them faults in again at the next use; on a
 CPU that costs more than many of the products. So a thread keeps one block, and the temporaries of a group of chunks are
 views of it. The types name the shapes: Z pairs of chunk and value head, C tokens, K and V head dimensions, G = K if p
-is given and else 0, P = C rounded up to a power of two, W the widest row, scalars the gates and norms of a token.
+is given and else 0, H = C / 2 rounded up, P = C rounded up to a power of two, W the widest row, scalars the gates and
+norms of a token.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class GroupSize(NamedTuple):
 
     def letters(self) -> dict[str, int]:
         sizes = {"2": 2, "Z": self.Z, "C": self.C, "2C": 2 * self.C, "C+1": self.C + 1}
-        sizes["P"] = next_power_of_two(self.C)
+        sizes |= {"3": 3, "H": -(-self.C // 2), "P": next_power_of_two(self.C)}
         return sizes | {
             "K": self.K,
             "2K": 2 * self.K,
@@ -55,6 +56,7 @@ class LoadedScratch:
     pq: Annotated[Tensor, "Z 2C K"]
     k: Annotated[Tensor, "Z C G"]
     residual: Annotated[Tensor, "Z C V"]
+    halves: Annotated[Tensor, "3 Z H V"]  # of a triangular system on the way to its solution
 
 
 @dataclass

@@ -206,7 +206,7 @@ def prepare_vector(
         read=read,
         write=scratch.leaves_write[:, :size],
         attend=attend,
-        triangle=UnitTriangle.of(minus_erase.neg()),
+        triangle=UnitTriangle.of(minus_erase.neg(), scratch.halves),
         gates=of_tokens,
         p_is_k=p_is_k,
         abar_C=step.abar.mT,
