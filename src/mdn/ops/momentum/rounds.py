@@ -66,8 +66,7 @@ class UnitTriangle(NamedTuple):
         torch.cat([first, second], dim=1, out=out)
 
     def _halves_of(self, chunks: int, *rows: int) -> list[Tensor]:
-        """Scratch memory [chunks, rows, V] for three halves. Fresh ones of 128 KiB and more would be mapped anew by the
-        system at every round."""
+        """Scratch memory [chunks, rows, V] for three halves: a round allocates nothing for them."""
         return [half[:chunks, :count] for half, count in zip(self.halves, rows)]
 
 
