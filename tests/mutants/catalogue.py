@@ -73,7 +73,7 @@ MUTANTS = (
         "torch",
         "the momentum before a chunk is forgotten in the next fast weight",
         ROUNDS,
-        "        next_S.addcmul_(M, self.b_C[z], value=-1)\n",
+        "        next_S.addcmul_(M, self.b_C, value=-1)\n",
         "",
     ),
     Mutant(
@@ -101,8 +101,22 @@ MUTANTS = (
         "torch",
         "gradient: S and M are swapped in what is carried to the chunk before",
         ROUNDS,
-        "grad_M0.addcmul_(grad_S, self.b_C[z], value=-1)",
-        "grad_M0.addcmul_(grad_M, self.b_C[z], value=-1)",
+        "grad_M0.addcmul_(grad_S, self.b_C, value=-1)",
+        "grad_M0.addcmul_(grad_M, self.b_C, value=-1)",
+    ),
+    Mutant(
+        "torch",
+        "gradient: sequences that end in a chunk are carried into the next one",
+        ROUNDS,
+        "after[i][arrived:] = grad_X[arrived : sizes[i]]",
+        "after[i][:] = grad_X[: sizes[i]]",
+    ),
+    Mutant(
+        "torch",
+        "gradient: the triangular system is not transposed",
+        ROUNDS,
+        "torch.linalg.solve_triangular(erase, rows, upper=False,",
+        "torch.linalg.solve_triangular(erase.mT, rows, upper=True,",
     ),
     Mutant(
         "torch",

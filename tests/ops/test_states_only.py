@@ -63,5 +63,8 @@ def test_first_order_states_without_outputs(rule: Rule, backend: str, damaged: b
 
     whole, states = run(True), run(False)
     assert states.o.numel() == 0
-    torch.testing.assert_close(states.final_state, whole.final_state, rtol=0, atol=0, equal_nan=True)
+    # The torch form of vector decays multiplies q and p in one product, which some processors round differently than p
+    # alone.
+    atol = 0 if backend == "cpu" else 2e-6 * float(whole.final_state.nan_to_num().abs().max())
+    torch.testing.assert_close(states.final_state, whole.final_state, rtol=0, atol=atol, equal_nan=True)
     assert bool(whole.final_state.isnan().any()) == damaged

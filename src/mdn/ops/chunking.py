@@ -226,6 +226,10 @@ class ChunkGroup(NamedTuple):
     def chunks(self) -> int:
         return self.rounds[-1][1]
 
+    def round_sizes(self, heads: int) -> list[int]:
+        """Pairs of chunk and head in each round."""
+        return [(end - first) * heads for first, end in self.rounds]
+
     def load(self, x: Tensor, out: Tensor, factor: Tensor | float, scratch: Tensor) -> Tensor:
         """``out`` [chunks * HV, C, D] = factor * the chunks of x [B, T, H, D], contiguous; H divides HV.
 

@@ -1,9 +1,10 @@
 """A NaN or inf in one token must not reach the earlier tokens of its chunk.
 
-Inside a chunk a later token has weight zero in an earlier output, and 0 * NaN is NaN. So if an output is not finite
-(one sum tells), the rule is computed once more without the damaged numbers, and then everything that the recurrence
-would lose is made NaN: all from the damaged token on, or one column of it if only v was damaged. On a CPU only: a GPU
-would have to wait for the host, and a compiler cannot trace it.
+Inside a chunk a later token has weight zero in an earlier output, and 0 * NaN is NaN. What is not finite also stays in
+the state for good, even at a decay of zero. So if a final state is not finite (one sum tells), the rule is computed
+once more without the damaged numbers, and then everything that the recurrence would lose is made NaN: all from the
+damaged token on, or one column of it if only v was damaged. On a CPU only: a GPU would have to wait for the host, and a
+compiler cannot trace it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from torch import Tensor
 from mdn.ops.boundaries import SequenceBoundaries
 
 
-def looks_damaged(o: Tensor) -> bool:
-    """Whether an output is not finite, where that can be found out cheaply."""
-    return o.device.type == "cpu" and not torch.compiler.is_compiling() and not math.isfinite(o.detach().sum().item())
+def looks_damaged(final_state: Tensor) -> bool:
+    """Whether a state is not finite, where that can be found out cheaply."""
+    if final_state.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not math.isfinite(final_state.detach().sum().item())
 
 
 def damage_of(v: Tensor, keys: Iterable[Tensor | None], boundaries: SequenceBoundaries | None) -> Tensor:

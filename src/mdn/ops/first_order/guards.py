@@ -24,7 +24,7 @@ def contain_damage(
 ) -> Computed:
     """``compute`` once, or once more without damaged numbers (mdn.ops.containment): k, v, p and e are looked at."""
     o, final = compute(tensors)
-    if not looks_damaged(o if o.numel() else final):
+    if not looks_damaged(final):
         return o, final
     damage = damage_of(tensors.v, (tensors.k, tensors.p, tensors.erase_key), boundaries).to(o.dtype)
     if not bool(damage.isnan().any()):

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mdn.ops.momentum.interface import RuleOptions
-from mdn.ops.momentum.rounds import ChunkMap, UnitTriangle
+from mdn.ops.momentum.rounds import ChunkMap, StateStep
 from mdn.ops.momentum.scratch import BackwardScratch, ChunkScratch
 
 LOG2_E = math.log2(math.e)  # powers of two: torch's exp is 30 times slower where it underflows
@@ -183,14 +183,16 @@ def prepare(
         p_is_k=p_is_k,
         pk_qk=pk_qk,
         attend=attend,
-        triangle=UnitTriangle.of(erase, scratch.halves),
+        erase=erase,
         read_factors=read_factors,
         read=spread(pq, read_factors, out=scratch.read),
         write_factors=write_factors,
-        write=spread(k, write_factors, out=scratch.write),
-        abar_C=decay_alpha[:, -1:, :1],
-        b_C=gamma_S[:, -1:, :1],
-        mbar_C=gamma_M[:, -1:, :1],
+        step=StateStep(
+            write=spread(k, write_factors, out=scratch.write),
+            abar_C=decay_alpha[:, -1:, :1],
+            b_C=gamma_S[:, -1:, :1],
+            mbar_C=gamma_M[:, -1:, :1],
+        ),
     )
 
 
@@ -235,7 +237,8 @@ def chunk_gradients(
     grad_read = torch.bmm(grad_target_O, X.mT, out=scratch.grad_read).unflatten(-1, (2, -1))
     grad_write = torch.bmm(residual, grad_X.mT, out=scratch.grad_write).unflatten(-1, (2, -1))
     grad_read_factors = _inner(grad_read, chunk.pq, scratch=chunk.read)  # (15)
-    grad_write_factors = _inner(grad_write, chunk.k, scratch=chunk.write)  # (13): r . (k^T grad_S'), r . (k^T grad_M')
+    # (13): r . (k^T grad_S'), r . (k^T grad_M')
+    grad_write_factors = _inner(grad_write, chunk.k, scratch=chunk.step.write)
 
     grad_masked = torch.bmm(grad_target_O, residual.mT, out=scratch.grad_masked)  # (12): -grad_erase, grad_attend
     grad_masked[:, :size].mul_(-1.0 if chunk.alpha is None else -chunk.alpha)

@@ -29,7 +29,7 @@ from mdn.ops.momentum.rounds import (
     states_before_chunks,
     unstack,
 )
-from mdn.ops.momentum.scratch import GroupSize, Kind, LoadedScratch, scratch_pool
+from mdn.ops.momentum.scratch import BackwardRows, ForwardRows, GroupSize, Kind, LoadedScratch, scratch_pool
 
 Chunk = TypeVar("Chunk", bound=ChunkMap)
 
@@ -54,15 +54,14 @@ def forward_pass(
         for group in slab.groups:
             scratch = chunks.scratch(chunks.forward_scratch, group)
             chunk, _ = chunks.prepare(group, scratch)
-            group.load(v, scratch.target, 1.0, scratch.gathered)
+            group.load(v, scratch.residual, 1.0, scratch.gathered)
             X = members_of(group, X_slab, chunks.heads)
             if starts is not None:
                 starts.append(X.clone())
-            output = scratch.output if outputs else None
-            forward_rounds(chunk, group, X, scratch.target, scratch.residual, output, chunks.heads)
+            forward_rounds(chunk, group, X, scratch, outputs, chunks.heads)
             put_members(group, X, X_slab, chunks.heads)
-            if output is not None:
-                group.store(output, o, chunks.options.scale, scratch.gathered)
+            if outputs:
+                group.store(scratch.output, o, chunks.options.scale, scratch.gathered)
             if save_residual:
                 group.store(scratch.residual, residual, 1.0, scratch.gathered)
         unstack(X_slab, final_state, slab)
@@ -91,11 +90,10 @@ def backward_pass(
             scratch = chunks.scratch(chunks.backward_scratch, group)
             chunk, norms = chunks.prepare(group, scratch)
             group.load(residual, scratch.residual, 1.0, scratch.gathered)
-            X = states_before_chunks(chunk, group, start, scratch.residual, scratch.X, heads)
+            X = states_before_chunks(chunk, group, start, scratch, heads)
             group.load(grad_o, scratch.grad_target_O[:, group.size :], chunks.options.scale, scratch.gathered)
             grad_X = members_of(group, grad_X_slab, heads)
-            grad_rows = scratch.grad_target_O, scratch.grad_residual
-            backward_rounds(chunk, group, grad_X, *grad_rows, scratch.grad_X, heads)
+            backward_rounds(chunk, group, grad_X, scratch, heads)
             put_members(group, grad_X, grad_X_slab, heads)
             group.store(scratch.grad_target_O[:, : group.size], grads.v, 1.0, scratch.gathered)  # (10)
             grads.store(chunks.gradients(chunk, X, scratch), chunk, norms, group, scratch)
@@ -118,10 +116,8 @@ class InverseNorms(NamedTuple):
 class ChunkInputs(Generic[Chunk]):
     """Loads the chunks of a group in the dtype of the computation; q, k and p are normalised on the way."""
 
-    forward_scratch: ClassVar[type[Any]]
-    """``LoadedScratch`` with target and output [Z, C, V]"""
-    backward_scratch: ClassVar[type[Any]]
-    """``LoadedScratch`` with X and grad_X [Z, 2K, V], grad_target_O [Z, 2C, V] and grad_residual [Z, C, V]"""
+    forward_scratch: ClassVar[type[ForwardRows]]
+    backward_scratch: ClassVar[type[BackwardRows]]
 
     def __init__(self, tensors: RuleTensors, options: RuleOptions):
         self.tensors = tensors

@@ -24,62 +24,61 @@ from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.chunking import ChunkGroup, Slab
 from mdn.ops.containment import at_the_end, damage_of, looks_damaged, repaired
 from mdn.ops.momentum.interface import ForwardResult, RuleTensors
+from mdn.ops.momentum.scratch import BackwardRows, ForwardRows
 
 # ------------------------------------------------------------------------------------------------------------- chunks
 
 
-class UnitTriangle(NamedTuple):
-    """I + erase, solved by halves."""
+def solve_(erase: Tensor, target: Tensor) -> None:
+    """``target`` [Z, C, V] becomes R of (6), in place; erase [Z, C, C] is read below the diagonal only.
 
-    below: Tensor
-    """[Z, C - C/2, C/2]: erase in the second half of the rows and the first half of the columns"""
-    inverse_first: Tensor
-    """[Z, C/2, C/2]: inverse of I + erase in the first half of the rows and columns"""
-    inverse_second: Tensor
-    """the same for the second half"""
-    halves: Tensor
-    """[3, Z, C - C/2, V]: scratch memory"""
-
-    @classmethod
-    def of(cls, erase: Tensor, halves: Tensor) -> UnitTriangle:
-        """From erase [Z, C, C], read below the diagonal only."""
-        half = erase.shape[-1] // 2
-        first, second = (_unit_lower_inverse(erase[:, x, x]) for x in (slice(half), slice(half, None)))
-        return cls(erase[:, half:, :half], first, second, halves)
-
-    def solve(self, target: Tensor, z: slice, out: Tensor) -> None:
-        """``out`` = R of the chunks z, from target [z, C, V] (6): the first half, then the second."""
-        half = self.below.shape[-1]
-        first, rest, second = self._halves_of(len(target), half, len(target[0]) - half, len(target[0]) - half)
-        torch.bmm(self.inverse_first[z], target[:, :half], out=first)
-        torch.baddbmm(target[:, half:], self.below[z], first, alpha=-1, out=rest)
-        torch.bmm(self.inverse_second[z], rest, out=second)
-        torch.cat([first, second], dim=1, out=out)
-
-    def solve_transposed(self, grad_residual: Tensor, z: slice, out: Tensor) -> None:
-        """``out`` = grad_target of the chunks z (10)."""
-        half = self.below.shape[-1]
-        first, rest, second = self._halves_of(len(out), half, half, len(grad_residual[0]) - half)
-        torch.bmm(self.inverse_second[z].mT, grad_residual[:, half:], out=second)
-        torch.baddbmm(grad_residual[:, :half], self.below[z].mT, second, alpha=-1, out=rest)
-        torch.bmm(self.inverse_first[z].mT, rest, out=first)
-        torch.cat([first, second], dim=1, out=out)
-
-    def _halves_of(self, chunks: int, *rows: int) -> list[Tensor]:
-        """Scratch memory [chunks, rows, V] for three halves: a round allocates nothing for them."""
-        return [half[:chunks, :count] for half, count in zip(self.halves, rows)]
-
-
-def _unit_lower_inverse(strictly_lower: Tensor) -> Tensor:
-    """(I + A)^-1 of A [Z, n, n].
-
-    One product with the inverse of a whole chunk is slower than substitution by halves, and it loses three digits more
-    where one key repeats and the gates hardly damp: there I + erase is ill-conditioned.
+    By substitution: a product with the inverse loses three digits more where one key repeats and the gates hardly damp,
+    because there I + erase is ill-conditioned. Solved from the right, R^T (I + erase)^T = target^T, since LAPACK takes
+    matrices column by column: this is how they lie in memory.
     """
-    identity = torch.eye(strictly_lower.shape[-1], dtype=strictly_lower.dtype, device=strictly_lower.device)
-    identity = identity.expand_as(strictly_lower)
-    inverse: Tensor = torch.linalg.solve_triangular(strictly_lower, identity, upper=False, unitriangular=True)
-    return inverse
+    rows = target.mT
+    torch.linalg.solve_triangular(erase.mT, rows, upper=True, left=False, unitriangular=True, out=rows)
+
+
+def solve_transposed_(erase: Tensor, grad_residual: Tensor) -> None:
+    """``grad_residual`` [Z, C, V] becomes grad_target of (10), in place."""
+    rows = grad_residual.mT
+    torch.linalg.solve_triangular(erase, rows, upper=False, left=False, unitriangular=True, out=rows)
+
+
+class StateStep(NamedTuple):
+    """What takes the states over chunks, D = [[abar_C, -b_C], [0, mbar_C]]."""
+
+    write: Tensor
+    """[Z, C, 2K]"""
+    abar_C: Tensor
+    """[Z, 1, 1], or with vector decays [Z, K, 1], as are the next two"""
+    b_C: Tensor
+    mbar_C: Tensor
+
+    def split(self, sizes: list[int]) -> list[StateStep]:
+        """Those of consecutive chunks."""
+        return [StateStep(*parts) for parts in zip(*(x.split(sizes) for x in self))]
+
+    def of_first(self, count: int) -> StateStep:
+        return self if count == len(self.write) else StateStep(*(x[:count] for x in self))
+
+    def advance(self, X: Tensor, residual: Tensor, out: Tensor) -> None:
+        """``out`` = D X + write^T R (8), X [Z, 2K, V]; ``out`` may be X."""
+        S, M = X.chunk(2, dim=1)
+        next_S, next_M = out.chunk(2, dim=1)
+        torch.mul(S, self.abar_C, out=next_S)
+        next_S.addcmul_(M, self.b_C, value=-1)
+        torch.mul(M, self.mbar_C, out=next_M)
+        out.baddbmm_(self.write.mT, residual)
+
+    def retreat(self, grad_X: Tensor, out: Tensor) -> None:
+        """``out`` = D^T grad_X', the part of (11) that is carried over; ``out`` may be the gradient itself."""
+        grad_S, grad_M = grad_X.chunk(2, dim=1)
+        grad_S0, grad_M0 = out.chunk(2, dim=1)
+        torch.mul(grad_M, self.mbar_C, out=grad_M0)
+        grad_M0.addcmul_(grad_S, self.b_C, value=-1)
+        torch.mul(grad_S, self.abar_C, out=grad_S0)
 
 
 @dataclass
@@ -89,99 +88,71 @@ class ChunkMap:
     pq: Tensor  # [Z, 2C, K]: rows of p, then rows of q
     k: Tensor  # [Z, C, K]
     read: Tensor  # [Z, 2C, 2K]: read_p, then read_q
-    write: Tensor  # [Z, C, 2K]
+    erase: Tensor  # [Z, C, C]: read below the diagonal only
     attend: Tensor  # [Z, C, C]
-    triangle: UnitTriangle
-    abar_C: Tensor  # [Z, 1, 1], or with vector decays [Z, K, 1], as are the next two: D = [[abar_C, -b_C], [0, mbar_C]]
-    b_C: Tensor
-    mbar_C: Tensor
-
-    def advance(self, X: Tensor, residual: Tensor, z: slice, out: Tensor) -> None:
-        """``out`` = D X + write^T R for the chunks z (8), X [z, 2K, V]; ``out`` may be X."""
-        S, M = X.chunk(2, dim=1)
-        next_S, next_M = out.chunk(2, dim=1)
-        torch.mul(S, self.abar_C[z], out=next_S)
-        next_S.addcmul_(M, self.b_C[z], value=-1)
-        torch.mul(M, self.mbar_C[z], out=next_M)
-        out.baddbmm_(self.write[z].mT, residual)
-
-    def retreat(self, grad_X: Tensor, z: slice, out: Tensor) -> None:
-        """``out`` = D^T grad_X', the part of (11) that is carried over; ``out`` may be the gradient itself."""
-        grad_S, grad_M = grad_X.chunk(2, dim=1)
-        grad_S0, grad_M0 = out.chunk(2, dim=1)
-        torch.mul(grad_M, self.mbar_C[z], out=grad_M0)
-        grad_M0.addcmul_(grad_S, self.b_C[z], value=-1)
-        torch.mul(grad_S, self.abar_C[z], out=grad_S0)
+    step: StateStep
 
 
 # ------------------------------------------------------------------------------------------------------------- rounds
+# Tensors are split into the rounds all at once: slicing them round by round takes longer.
 
 
 def forward_rounds(
-    chunk: ChunkMap, group: ChunkGroup, X: Tensor, target: Tensor, residual: Tensor, output: Tensor | None, heads: int
+    chunk: ChunkMap, group: ChunkGroup, X: Tensor, scratch: ForwardRows, outputs: bool, heads: int
 ) -> None:
-    """From the values in ``target`` to outputs (not yet scaled) and R, all [Z, C, V]; X is advanced in place.
-
-    ``output`` None: only R and X.
-    """
-    size = group.size
-    for first, end in group.rounds:
-        z = slice(first * heads, end * heads)
-        current = X[: z.stop - z.start]
-        target[z].baddbmm_(chunk.read[z, :size], current)  # (6)
-        chunk.triangle.solve(target[z], z, out=residual[z])  # (6)
-        if output is not None:
-            torch.bmm(chunk.read[z, size:], current, out=output[z])  # (7)
-        chunk.advance(current, residual[z], z, out=current)  # (8)
-    if output is not None:
-        output.baddbmm_(chunk.attend, residual)  # (7)
+    """From the values in ``scratch.residual`` to R there and, if needed, O in ``scratch.output``, not yet scaled.
+    X [sequences x HV, 2K, V] is advanced in place."""
+    sizes = group.round_sizes(heads)
+    read_p, read_q = (x.split(sizes) for x in chunk.read.chunk(2, dim=1))
+    erase, residual, output = (x.split(sizes) for x in (chunk.erase, scratch.residual, scratch.output))
+    for i, step in enumerate(chunk.step.split(sizes)):
+        current = X[: sizes[i]]
+        residual[i].baddbmm_(read_p[i], current)  # (6): the target
+        solve_(erase[i], residual[i])  # (6)
+        if outputs:
+            torch.bmm(read_q[i], current, out=output[i])  # (7)
+        step.advance(current, residual[i], out=current)  # (8)
+    if outputs:
+        scratch.output.baddbmm_(chunk.attend, scratch.residual)  # (7)
 
 
 def states_before_chunks(
-    chunk: ChunkMap, group: ChunkGroup, start: Tensor, residual: Tensor, out: Tensor, heads: int
+    chunk: ChunkMap, group: ChunkGroup, start: Tensor, scratch: BackwardRows, heads: int
 ) -> Tensor:
-    """[Z, 2K, V]: X before every chunk of the group, in ``out`` unless there is one round only."""
-    first, end = group.rounds[0]
-    start = start[: (end - first) * heads]
-    if len(group.rounds) == 1:
+    """[Z, 2K, V]: X before every chunk of the group, from R; in ``scratch.X`` unless there is one round only."""
+    sizes = group.round_sizes(heads)
+    start = start[: sizes[0]]
+    if len(sizes) == 1:
         return start
-    out[: len(start)] = start
-    for (before, _), (first, end) in zip(group.rounds, group.rounds[1:]):
-        # only the sequences that go on have a next chunk
-        z = slice(before * heads, (before + end - first) * heads)
-        chunk.advance(out[z], residual[z], z, out=out[first * heads : end * heads])  # (8)
-    return out
+    X, residual, steps = scratch.X.split(sizes), scratch.residual.split(sizes), chunk.step.split(sizes)
+    X[0].copy_(start)
+    for i, count in enumerate(sizes[1:]):  # only the sequences that go on have a next chunk
+        steps[i].of_first(count).advance(X[i][:count], residual[i][:count], out=X[i + 1])  # (8)
+    return scratch.X
 
 
-def backward_rounds(
-    chunk: ChunkMap,
-    group: ChunkGroup,
-    grad_X: Tensor,
-    grad_target_O: Tensor,
-    grad_residual: Tensor,
-    grad_after: Tensor,
-    heads: int,
-) -> None:
+def backward_rounds(chunk: ChunkMap, group: ChunkGroup, grad_X: Tensor, scratch: BackwardRows, heads: int) -> None:
     """Rounds in reverse: only what must be sequential, (9) to (11).
 
-    ``grad_target_O`` [Z, 2C, V] comes with grad_O in its lower half and gets grad_target in its upper one: one product
-    then serves both. Fills ``grad_residual`` [Z, C, V] and ``grad_after`` [Z, 2K, V], the gradient of the state after
-    every chunk, and moves ``grad_X`` to before the group.
+    ``scratch.grad_target_O`` comes with grad_O in its lower half and gets grad_target in its upper one;
+    ``scratch.grad_X`` gets the gradients of the states after every chunk; ``grad_X`` [sequences x HV, 2K, V] is moved
+    to before the group.
     """
-    size = group.size
-    torch.bmm(chunk.attend.mT, grad_target_O[:, size:], out=grad_residual)  # (9)
+    sizes, of_target = group.round_sizes(heads), slice(group.size)
+    torch.bmm(chunk.attend.mT, scratch.grad_target_O[:, group.size :], out=scratch.grad_residual)  # (9)
+    erase, read, steps = chunk.erase.split(sizes), chunk.read.split(sizes), chunk.step.split(sizes)
+    grad_residual, grad_target_O = scratch.grad_residual.split(sizes), scratch.grad_target_O.split(sizes)
+    after = scratch.grad_X.split(sizes)
     arrived = 0  # rows of the state that a later round has passed on
-    for number, (first, end) in reversed(list(enumerate(group.rounds))):
-        z = slice(first * heads, end * heads)
-        count = z.stop - z.start
-        current = grad_after[z]
-        current[arrived:] = grad_X[arrived:count]
-        grad_residual[z].baddbmm_(chunk.write[z], current)  # (9)
-        chunk.triangle.solve_transposed(grad_residual[z], z, out=grad_target_O[z, :size])  # (10)
-        previous = grad_after[group.rounds[number - 1][0] * heads :] if number else grad_X
-        chunk.retreat(current, z, out=previous[:count])  # (11)
-        previous[:count].baddbmm_(chunk.read[z].mT, grad_target_O[z])  # (11)
-        arrived = count
+    for i in reversed(range(len(sizes))):
+        after[i][arrived:] = grad_X[arrived : sizes[i]]
+        grad_residual[i].baddbmm_(steps[i].write, after[i])  # (9)
+        solve_transposed_(erase[i], grad_residual[i])  # (10)
+        grad_target_O[i][:, of_target] = grad_residual[i]
+        before = (after[i - 1] if i else grad_X)[: sizes[i]]
+        steps[i].retreat(after[i], out=before)  # (11)
+        before.baddbmm_(read[i].mT, grad_target_O[i])  # (11)
+        arrived = sizes[i]
 
 
 # ------------------------------------------------------------------------------------------------------------- states
@@ -216,7 +187,7 @@ def contain_damage(
     """``compute`` once, or once more without damaged numbers: a token that is not finite damages itself and later ones,
     no earlier ones (mdn.ops.containment)."""
     result = compute(tensors)
-    if not looks_damaged(result.o if result.o.numel() else result.final_state):
+    if not looks_damaged(result.final_state):
         return result
     damage = damage_of(tensors.v, (tensors.k, tensors.p), boundaries)
     if not bool(damage.isnan().any()):

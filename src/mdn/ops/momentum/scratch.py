@@ -3,8 +3,7 @@
 Megabyte temporaries that are freed go back to the system, and every page of them faults in again at the next use; on a
 CPU that costs more than many of the products. So a thread keeps one block, and the temporaries of a group of chunks are
 views of it. The types name the shapes: Z pairs of chunk and value head, C tokens, K and V head dimensions, G = K if p
-is given and else 0, H = C / 2 rounded up, P = C rounded up to a power of two, W the widest row, scalars the gates and
-norms of a token.
+is given and else 0, P = C rounded up to a power of two, W the widest row, scalars the gates and norms of a token.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class GroupSize(NamedTuple):
 
     def letters(self) -> dict[str, int]:
         sizes = {"2": 2, "Z": self.Z, "C": self.C, "2C": 2 * self.C, "C+1": self.C + 1}
-        sizes |= {"3": 3, "H": -(-self.C // 2), "P": next_power_of_two(self.C)}
         return sizes | {
+            "P": next_power_of_two(self.C),
             "K": self.K,
             "2K": 2 * self.K,
             "V": self.V,
@@ -56,12 +55,28 @@ class LoadedScratch:
     pq: Annotated[Tensor, "Z 2C K"]
     k: Annotated[Tensor, "Z C G"]
     residual: Annotated[Tensor, "Z C V"]
-    halves: Annotated[Tensor, "3 Z H V"]  # of a triangular system on the way to its solution
+
+
+@dataclass
+class ForwardRows(LoadedScratch):
+    """What the rounds of the forward pass fill, beside ``residual``."""
+
+    output: Annotated[Tensor, "Z C V"]
+
+
+@dataclass
+class BackwardRows(LoadedScratch):
+    """What the rounds of the backward pass fill."""
+
+    X: Annotated[Tensor, "Z 2K V"]  # states before each chunk
+    grad_X: Annotated[Tensor, "Z 2K V"]  # gradients of the states after it
+    grad_target_O: Annotated[Tensor, "Z 2C V"]  # grad_target, then grad_O: one product serves both
+    grad_residual: Annotated[Tensor, "Z C V"]
 
 
 @dataclass
 class ChunkScratch(LoadedScratch):
-    """What preparing chunks with scalar decays and the forward pass need."""
+    """What preparing chunks with scalar decays needs."""
 
     decays: Annotated[Tensor, "2 Z C+1 C+1"]
     gamma_M: Annotated[Tensor, "Z C+1 C+1"]
@@ -75,17 +90,12 @@ class ChunkScratch(LoadedScratch):
 
 
 @dataclass
-class ForwardScratch(ChunkScratch):
-    target: Annotated[Tensor, "Z C V"]
-    output: Annotated[Tensor, "Z C V"]
+class ForwardScratch(ChunkScratch, ForwardRows):
+    pass
 
 
 @dataclass
-class BackwardScratch(ChunkScratch):
-    X: Annotated[Tensor, "Z 2K V"]  # states before each chunk
-    grad_X: Annotated[Tensor, "Z 2K V"]  # gradients of the states after it
-    grad_target_O: Annotated[Tensor, "Z 2C V"]
-    grad_residual: Annotated[Tensor, "Z C V"]
+class BackwardScratch(ChunkScratch, BackwardRows):
     grad_read: Annotated[Tensor, "Z 2C 2K"]
     grad_write: Annotated[Tensor, "Z C 2K"]
     grad_masked: Annotated[Tensor, "Z 2C C"]
@@ -99,7 +109,7 @@ class BackwardScratch(ChunkScratch):
 
 @dataclass
 class VectorScratch(LoadedScratch):
-    """With a decay for every key dimension."""
+    """The same with a decay for every key dimension."""
 
     channels: Annotated[Tensor, "2 Z C K"]  # log_alpha and, if it has channels, log_mu
     leaves_read: Annotated[Tensor, "Z P 2 2K"]
@@ -109,17 +119,12 @@ class VectorScratch(LoadedScratch):
 
 
 @dataclass
-class VectorForwardScratch(VectorScratch):
-    target: Annotated[Tensor, "Z C V"]
-    output: Annotated[Tensor, "Z C V"]
+class VectorForwardScratch(VectorScratch, ForwardRows):
+    pass
 
 
 @dataclass
-class VectorBackwardScratch(VectorScratch):
-    X: Annotated[Tensor, "Z 2K V"]
-    grad_X: Annotated[Tensor, "Z 2K V"]
-    grad_target_O: Annotated[Tensor, "Z 2C V"]
-    grad_residual: Annotated[Tensor, "Z C V"]
+class VectorBackwardScratch(VectorScratch, BackwardRows):
     grad_read: Annotated[Tensor, "Z P 2 2K"]
     grad_write: Annotated[Tensor, "Z P 2K"]
     grad_scores: Annotated[Tensor, "Z P 2 P"]

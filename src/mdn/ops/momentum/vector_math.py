@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mdn.ops.momentum.chunk_math import ChunkGradients, GateRows
 from mdn.ops.momentum.interface import RuleOptions
-from mdn.ops.momentum.rounds import ChunkMap, UnitTriangle
+from mdn.ops.momentum.rounds import ChunkMap, StateStep
 from mdn.ops.momentum.scratch import VectorBackwardScratch, VectorScratch
 from mdn.ops.pairwise import Pairs, levels
 
@@ -204,14 +204,11 @@ def prepare_vector(
         pq=pq,
         k=k,
         read=read,
-        write=scratch.leaves_write[:, :size],
+        erase=minus_erase.neg(),
         attend=attend,
-        triangle=UnitTriangle.of(minus_erase.neg(), scratch.halves),
         gates=of_tokens,
         p_is_k=p_is_k,
-        abar_C=step.abar.mT,
-        b_C=step.b.mT,
-        mbar_C=step.mbar.mT,
+        step=StateStep(scratch.leaves_write[:, :size], step.abar.mT, step.b.mT, step.mbar.mT),
         kept=kept,
     )
 
