@@ -3,9 +3,9 @@
     TRITON_INTERPRET=1 PYTHONPATH=tests python tests/ops/triton/cases.py GROUP ...
 
 What every backend has to compute is in tests/ops/test_conformance.py; here is what the kernels do with keys that come
-again, with slots that do not exist, and in calls without outputs. It is a script because the interpreter has to be
-switched on before Triton is imported anywhere in the process. Errors are the largest absolute difference divided by
-the largest absolute value.
+again, with slots that do not exist, with tokens that are not finite, and in calls without outputs. It is a script
+because the interpreter has to be switched on before Triton is imported anywhere in the process. Errors are the largest
+absolute difference divided by the largest absolute value.
 """
 
 from __future__ import annotations
@@ -151,6 +151,29 @@ def states_only():
         yield kind, {"states": float(not same), "outputs": states.o.numel()}
 
 
+def damaged_tokens():
+    """A token that is not finite changes no bit of earlier outputs nor of other columns and value heads; from it on all
+    is NaN. Tokens 28 and 60 lie where blocks of the inverse are joined."""
+    for name, dtype, token, given_p in (
+        ("v", torch.float32, 60, False),
+        ("log_alpha", torch.float32, 60, False),
+        ("k", torch.bfloat16, 28, False),
+        ("k", torch.float32, 60, True),
+    ):
+        inputs = make_inputs(B=1, T=70, H=1, HV=2, K=16, V=24, N=1, dtype=dtype)
+        inputs |= {"p": inputs["k"].flip(-1) if given_p else None}
+        damaged = inputs | {name: inputs[name].clone()}
+        touched = torch.zeros(1, 70, 2, 24, dtype=torch.bool)  # as o [B, T, HV, V]
+        # Of v one number, of a gate that of the second value head, of k the vector that both heads share.
+        place, reached = {"v": ((1, 3), (1, 3)), "log_alpha": ((1,), (1,)), "k": ((0, 5), ())}[name]
+        damaged[name][0, token][place] = float("nan")
+        touched[0, token:][:, *reached] = True
+        options = RuleOptions(0.25, 64)
+        clean, o = (kernels.forward(RuleTensors(**x), None, options, False).o for x in (inputs, damaged))
+        case = f"{name}, {dtype}, token {token}, {'with' if given_p else 'without'} p"
+        yield case, {"changed": (o != clean)[~touched].sum().item(), "not NaN": (~o.isnan())[touched].sum().item()}
+
+
 def other_gpus():
     """float32 inputs as for a GPU on which products are cut (sm_90), and one on which chunks are shorter (sm_86)."""
     for target, key_dim in (("sm_90", 128), ("sm_86", 130)):
@@ -160,7 +183,7 @@ def other_gpus():
             yield target, errors_of(run_with_gradients(kernel_form, leaves(inputs)), exact)
 
 
-GROUPS = (strong_coupling, rounded_inverse, repeated_key, absent_slots, states_only, other_gpus)
+GROUPS = (strong_coupling, rounded_inverse, repeated_key, absent_slots, states_only, damaged_tokens, other_gpus)
 
 if __name__ == "__main__":
     assert kernels.why_unavailable("cpu") is None

@@ -1,4 +1,5 @@
-"""Keys that come again, slots that do not exist, and calls without outputs, under the interpreter (cases.py).
+"""Keys that come again, slots that do not exist, tokens that are not finite, and calls without outputs, under the
+interpreter (cases.py).
 
 The rest of what they compute: test_conformance.py.
 """
@@ -16,8 +17,8 @@ FLOAT64_TOLERANCE = 1e-12
 @pytest.fixture(scope="module")
 def results():
     """One process for all groups: starting Triton costs more than a small case."""
-    groups = ("strong_coupling", "rounded_inverse", "repeated_key", "absent_slots", "states_only", "other_gpus")
-    return run_interpreted("cases.py", *groups)
+    groups = ("strong_coupling", "rounded_inverse", "repeated_key", "absent_slots", "states_only", "damaged_tokens")
+    return run_interpreted("cases.py", *groups, "other_gpus")
 
 
 def assert_all_below(cases, tolerance):
@@ -49,6 +50,10 @@ def test_rows_whose_slot_does_not_exist_give_zeros_and_change_nothing(results):
 
 def test_states_without_outputs_are_those_of_the_whole_pass(results):
     assert_all_below(results["states_only"], 0.0)
+
+
+def test_a_token_that_is_not_finite_reaches_later_outputs_and_nothing_else(results):
+    assert_all_below(results["damaged_tokens"], 0)
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_86"])

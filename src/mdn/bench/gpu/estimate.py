@@ -3,7 +3,7 @@
 For every launch of forward + backward the estimate is the largest of
     latency  static cycles of a program (`timeline.walk`) times the rounds of programs that the SMs take
     issue    the instructions of all resident warps, four a cycle
-    DRAM     every tensor that the launch was given, moved once
+    DRAM     every tensor that the launch was given, moved once, but no more than its warps request
     L2       what warps request, if all lanes take part
     tensor   operations of the tensor cores at half their peak
 and the op is the sum of its launches. It is an estimate and no measurement: against published times of FLA's kernels on
@@ -101,11 +101,12 @@ class Analysis:
             # A program walks as long as its sequence: the last round is as long as the first.
             rounds = math.ceil(rounds)
         work = programs * turns * self.warps
+        requested = work * span.bytes_moved
         return {
             "latency": rounds * turns * span.cycles / gpu.clock,
             "issue": rounds * turns * resident * span.issued * self.warps / (4 * gpu.clock),
-            "DRAM": tensor_bytes / gpu.dram,
-            "L2": work * span.bytes_moved / gpu.l2,
+            "DRAM": min(tensor_bytes, requested) / gpu.dram,
+            "L2": requested / gpu.l2,
             "tensor": work * span.flops / gpu.flops,
         }
 
@@ -207,8 +208,8 @@ def estimate(op: Callable[[Size, int], None], size: Size, target: str, batch: in
     for a, b in zip(short, long):
         programs = batch * _extrapolate(a.programs, b.programs, time)
         moved = batch * _extrapolate(a.tensor_bytes, b.tensor_bytes, time)
-        walks = a.programs == b.programs and a.tensor_bytes != b.tensor_bytes
         found = b.analysis
+        walks = found.timeline.turn is not None and a.programs == b.programs and a.tensor_bytes != b.tensor_bytes
         times = found.times(gpu, programs, moved, time // CHUNK if walks else None)
         bound = max(times, key=lambda term: times[term])
         row = {"name": found.name.removesuffix("_kernel"), "programs": round(programs), "ms": 1e3 * times[bound]}

@@ -124,16 +124,22 @@ def locate_chunk(
 
 
 @triton.jit
+def scan_of(number, column, cu_seqlens, time, shape, PACKED: tl.constexpr):
+    """The columns from ``column`` on of value head ``number``, counted over all sequences."""
+    head = number % shape.HV
+    sequence = number // shape.HV
+    begin, length = locate_sequence(sequence, cu_seqlens, time, PACKED)
+    key_head = head // (shape.HV // shape.H)
+    return Scan(sequence=sequence, head=head, key_head=key_head, column=column, begin=begin, length=length)
+
+
+@triton.jit
 def locate_scan(cu_seqlens, time, shape, PACKED: tl.constexpr):
     """The V tiles of one head come first in the grid. They read the same q, k, inverse and attend at the same time, so
     all but one of them find these in the L2 cache."""
     TILES: tl.constexpr = (shape.V + shape.BV - 1) // shape.BV
     column = tl.program_id(0) % TILES * shape.BV
-    head = tl.program_id(0) // TILES % shape.HV
-    sequence = tl.program_id(0) // (TILES * shape.HV)
-    begin, length = locate_sequence(sequence, cu_seqlens, time, PACKED)
-    key_head = head // (shape.HV // shape.H)
-    return Scan(sequence=sequence, head=head, key_head=key_head, column=column, begin=begin, length=length)
+    return scan_of(tl.program_id(0) // TILES, column, cu_seqlens, time, shape, PACKED)
 
 
 # ---------------------------------------------------------------------------------------------- tensors of the caller

@@ -1,4 +1,4 @@
-"""Host side: allocates buffers and launches two kernels forward, six backward, one for a decoding step.
+"""Host side: allocates buffers and launches three kernels forward, six backward, one for a decoding step.
 
 All tensors are seen as [tokens, heads, width] with tokens = B * T; a sequence is a row of the batch or a member of a
 pack. A buffer has one name, here, in the kernels' parameters and in docs/kernels.md: a launch takes what its kernel
@@ -25,6 +25,7 @@ from mdn.ops.momentum.interface import ForwardResult, RuleOptions, RuleTensors, 
 from mdn.ops.triton.availability import why_unsupported
 from mdn.ops.triton.backward_chunks import backward_inputs_kernel, backward_scores_kernel
 from mdn.ops.triton.backward_gates import backward_gates_kernel
+from mdn.ops.triton.contain import contain_kernel
 from mdn.ops.triton.decode import decode_kernel
 from mdn.ops.triton.device import GRAD_VECTORS, VECTORS
 from mdn.ops.triton.prepare import prepare_kernel
@@ -137,6 +138,7 @@ class Pass:
             HV=self.value_heads,
             K=self.key_dim,
             V=self.value_dim,
+            WIDTH=power_of_two(self.value_dim),
             C=self.chunk_size,
             BK=power_of_two(self.key_dim),
             BLOCK=min(32, power_of_two(self.key_dim)),
@@ -146,6 +148,8 @@ class Pass:
             PACKED=boundaries is not None,
             HELD=hopper and self.operand_dtype.itemsize == 2,
             BY_WARP=hopper and self.operand_dtype.itemsize > 2,
+            # 16-bit inputs round the residual far above what a stored inverse loses: no refinement.
+            REFINE=q.dtype.itemsize > 2,
             PIECE=8 if target.startswith("sm_8") else 4,
             OPERAND=TRITON_DTYPES[self.operand_dtype],
             PRECISION=precision,
@@ -183,6 +187,10 @@ class Pass:
         """One program per sequence, value head and tile of V columns, which walks from chunk to chunk."""
         self._start(kernel, lambda tile: self.scan_programs(tile.value_block))
 
+    def start_per_head(self, kernel: Any) -> None:
+        """One program per sequence and value head."""
+        self._start(kernel, lambda tile: self.sequences * self.value_heads)
+
     def scan_programs(self, value_block: int) -> int:
         return self.sequences * self.value_heads * triton.cdiv(self.value_dim, value_block)
 
@@ -198,11 +206,13 @@ class Pass:
         )
         start(kernel, (programs(tile),), tile, self.arguments | {"BV": tile.value_block})
 
-    def prepare(self, backward: bool) -> None:
-        """The state-free part of all chunks: what both passes begin with."""
+    def prepare(self, backward: bool) -> Tensor:
+        """The state-free part of all chunks: what both passes begin with. Returns erase, which becomes an argument of
+        later kernels only where they refine by it."""
+        erase = self.empty_squares(self.compute_dtype)
         self.add(
             attend=self.empty_squares(self.operand_dtype),
-            erase=self.empty_squares(self.compute_dtype),
+            erase=erase,
             inverse=self.empty_squares(self.compute_dtype),
             vectors=self.empty_per_chunk(VECTORS.value, self.chunk_size, dtype=self.compute_dtype),
             gamma_S=self.empty_squares(self.compute_dtype),
@@ -213,9 +223,9 @@ class Pass:
             which, seconds = ("backward pass", 60) if backward else ("forward pass", 20)
             announce_build(which, self.key_dim, self.value_dim, self.tensors.q.dtype, seconds)
         self.start_per_chunk(prepare_kernel, self.value_heads)
-        if self.tensors.q.dtype.itemsize == 2:
-            # 16-bit inputs round the residual far above what a stored inverse loses: no refinement.
+        if not self.arguments["REFINE"]:
             self.add(erase=None)
+        return erase
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -243,13 +253,16 @@ def forward(
     q, v = tensors.q, tensors.v
     refuse_unsupported(q, v, options.chunk_size)
     current = Pass(tensors, boundaries, options)
-    current.prepare(backward=False)
+    erase = current.prepare(backward=False)
     o = current.empty(*(v.shape if options.outputs else (0,)), dtype=v.dtype)
     residual = current.empty(*(v.shape if save_residual else (0,)), dtype=v.dtype)
     state_shape = (2, current.sequences, current.value_heads, current.key_dim, current.value_dim)
     final_state = current.empty(*state_shape, dtype=current.compute_dtype)
     current.add(o=o if options.outputs else None, residual=residual if save_residual else None, final_state=final_state)
     current.start_per_sequence(forward_states_kernel)
+    if options.outputs:  # else there is nothing that a later token could have spoilt
+        current.add(erase=erase)
+        current.start_per_head(contain_kernel)
     return ForwardResult(o, final_state, residual)
 
 

@@ -139,22 +139,6 @@ def scale_products(attend, erase, inverse, gamma_S, vectors, slot, LOOKAHEAD: tl
 
 
 @triton.jit
-def contain(attend, erase, gamma_S, slot, C: tl.constexpr):
-    """Keep what is not finite from the tokens before it. Their rows of attend and of the inverse would meet it as
-    0 * NaN above the diagonal; the outputs of the tokens after it become NaN through attend."""
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    diagonal = slot * (C * C) + tl.arange(0, C) * (C + 1)
-    finite = (tl.load(erase + diagonal) + tl.load(gamma_S + diagonal)) * 0.0 == 0.0  # [C], keys and gates
-    first = tl.min(tl.where(finite, C, tl.arange(0, C)))
-    tl.debug_barrier()
-    at = square_at(erase, slot, C)
-    tl.store(at, tl.where((i < first) & (i > j), tl.load(at), 0.0))
-    at = square_at(attend, slot, C)
-    weights = tl.where(i >= j, tl.load(at).to(gamma_S.dtype.element_ty), 0.0)
-    tl.store(at, tl.where(i < first, weights, float("nan")).to(attend.dtype.element_ty))
-
-
-@triton.jit
 def corner(matrix, PAIRS: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr):
     """Pointers [PAIRS, SIZE, SIZE] of the first SIZE x SIZE block of every pair of blocks on the diagonal."""
     pair = tl.arange(0, PAIRS)[:, None, None] * (2 * SIZE * (C + 1))
@@ -193,6 +177,19 @@ def join_blocks(
 
 
 @triton.jit
+def join_all_blocks(
+    erase, inverse, C: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """From the inverses of 16 x 16 blocks on the diagonal to the whole inverse [C, C]."""
+    if C >= 32:
+        tl.debug_barrier()
+        join_blocks(erase, inverse, C // 32, 16, C, TRANSPOSED, EXACT, COMPUTE)
+    if C >= 64:
+        tl.debug_barrier()
+        join_blocks(erase, inverse, 1, 32, C, TRANSPOSED, EXACT, COMPUTE)
+
+
+@triton.jit
 def invert(erase, inverse, C: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, COMPUTE: tl.constexpr):
     """inverse = (I + erase)^-1 of one chunk, or its transpose; both are pointers to a matrix [C, C]. Writes the blocks
     of 16 x 16 that are not zero.
@@ -218,12 +215,7 @@ def invert(erase, inverse, C: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.
     for step in tl.static_range(16):
         i = 15 - step if TRANSPOSED else step
         tl.store(inverse + (block + i) * C + lane, solved[step])
-    if C >= 32:
-        tl.debug_barrier()
-        join_blocks(erase, inverse, C // 32, 16, C, TRANSPOSED, EXACT, COMPUTE)
-    if C >= 64:
-        tl.debug_barrier()
-        join_blocks(erase, inverse, 1, 32, C, TRANSPOSED, EXACT, COMPUTE)
+    join_all_blocks(erase, inverse, C, TRANSPOSED, EXACT, COMPUTE)
 
 
 @triton.jit
@@ -334,10 +326,6 @@ def prepare_kernel(
     if P_TIMES_ALPHA:
         p_factor *= alpha
     store_factors(vectors, q_factor, k_factor, p_factor, alpha, mu, beta_rows, decays, slot, LOOKAHEAD, C)
-    damage = (p_factor + k_factor * decays.write_S) * 0.0
-    if not L2NORM:
-        damage += tl.load(erase + square + tl.arange(0, C) * (C + 1)) * 0.0
-    damage = tl.sum(damage)  # NaN, unless all keys and gates are finite
     tl.debug_barrier()
 
     scale_products(attend, erase, inverse, gamma_S, vectors, slot, LOOKAHEAD, C)
@@ -346,8 +334,4 @@ def prepare_kernel(
     # qk, which other threads read.
     row, column = tl.arange(0, C)[:, None] // 16, tl.arange(0, C)[None, :] // 16
     tl.store(square_at(inverse, slot, C), tl.zeros([C, C], COMPUTE), mask=row > column if BACKWARD else row < column)
-    if not BACKWARD:  # noqa: SIM102
-        if damage != 0.0:
-            contain(attend, erase, gamma_S, slot, C)
-            tl.debug_barrier()
     invert(erase + square, inverse + square, C, BACKWARD, EXACT, COMPUTE)

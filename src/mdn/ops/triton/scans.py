@@ -174,8 +174,8 @@ def forward_turn(
     X, q, k, p, v, attend, erase, inverse, vectors, o, residual, scan, number, shape, arithmetic,
     PIECE: tl.constexpr, CONTAIN: tl.constexpr,
 ):  # fmt: skip
-    """One chunk: stores o and the residual, returns X [BK, 2 BV] after it. CONTAIN keeps what is not finite from
-    earlier tokens of the chunk: in the products below it would meet them as 0 * NaN."""
+    """One chunk: stores o and the residual, returns X [BK, 2 BV] after it. CONTAIN, in the kernel of that name, keeps
+    what is not finite from earlier tokens of the chunk: in the products below it would meet them as 0 * NaN."""
     chunk = chunk_at(scan.begin, scan.length, scan.sequence, number, scan.head, shape.HV, shape.C)
     turn = load_turn(q, k, p, v, attend, inverse, vectors, scan, chunk, shape, PIECE, arithmetic.OPERAND)
     operand = X.to(arithmetic.OPERAND)
@@ -251,23 +251,12 @@ def forward_states_kernel(
     scan = locate_scan(cu_seqlens, time, shape, PACKED)
     X = load_states(initial_state, scan, sequences, shape, COMPUTE)
 
-    chunks = tl.cdiv(scan.length, C)
-    for number in range(chunks):
+    for number in range(tl.cdiv(scan.length, C)):
         X = forward_turn(
             X, q, k, p, v, attend, erase, inverse, vectors, o, residual, scan, number, shape, arithmetic,
             PIECE, False,
         )  # fmt: skip
     store_states(final_state, X, scan, sequences, shape)
-
-    # What is not finite stays in S for good. Only then are the chunks walked through again, with care.
-    S, _ = split_columns(X)
-    if tl.sum(S * 0.0) != 0.0:
-        X = load_states(initial_state, scan, sequences, shape, COMPUTE)
-        for number in tl.range(chunks, num_stages=1):
-            X = forward_turn(
-                X, q, k, p, v, attend, erase, inverse, vectors, o, residual, scan, number, shape, arithmetic,
-                PIECE, True,
-            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME_NUMBERS)

@@ -104,6 +104,8 @@ _TILES = {
     "backward_gates": (Tile(16, 2, 1), Tile(16, 2, 1)),
     # Scans with one stage: a second one spills, and two blocks of an SM cover each other's loads.
     "forward_states": (Tile(16, 4, 1), Tile(16, 8, 1)),
+    # Looks at one row of o and, as a rule, is done.
+    "contain": (Tile(16, 8, 1), Tile(16, 8, 1)),
     "rebuild_states": (Tile(32, 4, 2), Tile(32, 8, 1)),
     "backward_states": (Tile(16, 4, 1), Tile(16, 8, 1)),
     "backward_scores": (Tile(64, 4, 2), Tile(64, 4, 2)),
