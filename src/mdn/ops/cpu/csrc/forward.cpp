@@ -38,7 +38,7 @@ struct Workspace {
 
 // (6) R of one panel.
 template <class Element>
-void find_residual(const Chunk& chunk, const Workspace& ws, long column, bool state_is_zero) {
+MDN_APART void find_residual(const Chunk& chunk, const Workspace& ws, long column, bool state_is_zero) {
     const MdnProblem& problem = chunk.problem;
     const Matrix residual = ws.residual, p = ws.vectors.p;
     const float *abar = ws.gates.abar + chunk.probe, *b = ws.gates.b + chunk.probe;
@@ -63,7 +63,7 @@ void find_residual(const Chunk& chunk, const Workspace& ws, long column, bool st
 
 // (7) O of one panel.
 template <class Element>
-void find_output(const Chunk& chunk, const Workspace& ws, long column, bool state_is_zero) {
+MDN_APART void find_output(const Chunk& chunk, const Workspace& ws, long column, bool state_is_zero) {
     const MdnProblem& problem = chunk.problem;
     const Matrix out = ws.out, q = ws.vectors.q;
     const float *abar = ws.gates.abar + 1, *b = ws.gates.b + 1;

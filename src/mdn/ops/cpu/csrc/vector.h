@@ -22,6 +22,7 @@ constexpr int kParts = kWidth / kLanes;
 
 #define MDN_INLINE inline __attribute__((always_inline))
 #define MDN_FLATTEN __attribute__((flatten))  // inlines every call in the body, down to the last lambda
+#define MDN_APART __attribute__((noinline))   // so that its loops have all registers for their own addresses
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4)));
 typedef float LanesInMemory __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
