@@ -92,7 +92,7 @@ bench: setup-dev
 	$(BIN)/mdn bench op --json $(BENCH_OUT)/op.json --plot $(BENCH_OUT)/op.png
 	$(BIN)/mdn bench decode --json $(BENCH_OUT)/decode.json --plot $(BENCH_OUT)/decode.png
 	$(BIN)/mdn bench train --json $(BENCH_OUT)/train.json --plot $(BENCH_OUT)/train.png
-	$(BIN)/mdn bench kernels --json $(BENCH_OUT)/kernels.json
+	$(BIN)/mdn bench kernels --variants sm_80 sm_90 --json $(BENCH_OUT)/kernels.json
 
 # Every figure of the docs and the generated parts of the pages, from the results in docs/experiments/data.
 figures: setup-dev

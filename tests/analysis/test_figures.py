@@ -21,7 +21,7 @@ def words_of(svg):
 
 def test_every_recorded_result_of_the_docs_gives_its_figure_again(tmp_path):
     data, kept = ROOT / figures.DATA, ROOT / figures.FIGURES
-    assert figures.main(["--data", str(data), "--figures", str(tmp_path)]) == 0
+    assert figures.main(["--data", str(data), "--figures", str(tmp_path), "--pages", str(tmp_path)]) == 0
     names = sorted(path.stem for path in data.glob("*.json"))
     assert sorted(path.stem for path in tmp_path.glob("*.png")) == names
     for name in names:
@@ -34,6 +34,37 @@ def test_every_figure_that_the_experiment_pages_show_has_recorded_results():
     for page in pages:
         for name in re.findall(r"\]\([./]*figures/([\w-]+)\.(?:png|svg)\)", page.read_text(encoding="utf-8")):
             assert (ROOT / figures.DATA / f"{name}.json").is_file(), f"{page} shows {name}"
+
+
+@pytest.mark.parametrize("name", ["ablations", "causality", "dynamics", "efficiency", "mqar"])
+def test_the_tables_of_a_page_are_those_of_the_recorded_results(name):
+    page = (ROOT / figures.PAGES / f"{name}.md").read_text(encoding="utf-8")
+    assert figures.PLACE.search(page)
+    assert figures.with_tables(page, ROOT / figures.DATA) == page, "make figures was not run"
+    generated = re.sub(r"<!-- (?:table|study)[^>]*-->.*?<!-- end[^>]*-->", "", page, flags=re.DOTALL)
+    assert "\n|" not in generated, "a table is written by hand"
+
+
+@pytest.mark.parametrize("name", ["ablations", "causality", "dynamics", "efficiency", "mqar"])
+def test_a_page_opens_with_its_answer_in_two_sentences(name):
+    heading, opening, *_ = (ROOT / figures.PAGES / f"{name}.md").read_text(encoding="utf-8").split("\n\n")
+    assert heading.startswith("# ")
+    assert len(re.findall(r"\.(?=\s|$)", opening)) == 2
+
+
+def test_a_page_gets_all_tables_of_a_result_or_one_by_its_number(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table train -->\nold\n<!-- end -->\n<!-- table train 2 -->\n<!-- end -->\nafter\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.json").write_text((ROOT / figures.DATA / "train.json").read_text())
+    folders = {"--data": tmp_path / "data", "--figures": tmp_path, "--pages": tmp_path}
+    assert figures.main([str(word) for pair in folders.items() for word in pair]) == 0
+    text = page.read_text()
+    assert (text.count("tokens per second"), text.count("speed over MDN's")) == (1, 2)
+    assert "old" not in text
+    assert text.startswith("before\n")
+    with pytest.raises(ValueError, match=r"table train 3.*2 tables"):
+        figures.with_tables("<!-- table train 3 -->\n<!-- end -->\n", tmp_path / "data")
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import DynamicCache
 
 from definition import relative_error
 from mdn.layers import MIXERS
 from mdn.models import decode_program
 from mdn.models.decode_program import DecodeProgram
+from mdn.ops.backends import backend_module, registered_backend
 from small_models import small_model, tokens
 
 pytestmark = pytest.mark.native
@@ -102,6 +105,35 @@ def test_whatever_changes_ends_the_replay(change, monkeypatch):
     assert is_seen is None or is_seen()
     monkeypatch.setattr("mdn.models.modeling.can_record", lambda x, cache: False)
     assert relative_error(found, steps(expected_model, expected_cache, ids)) < 2e-6
+
+
+@torch.no_grad()
+def test_a_backend_that_the_environment_names_later_is_used_or_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model, cache = started()
+    steps(model, cache, tokens(2, 3))
+    monkeypatch.setenv("MDN_BACKEND", "triton")
+    with pytest.raises(ValueError, match="MDN_BACKEND='triton' cannot be used here"):
+        steps(model, cache, tokens(2, 1))
+
+
+@torch.no_grad()
+def test_steps_of_a_backend_whose_kernel_torch_does_not_see_are_replayed_as_well(monkeypatch):
+    trusted = backend_module("torch")
+
+    def step_(*arguments):
+        with _disable_current_modes():
+            return trusted.step_(*arguments)
+
+    foreign = SimpleNamespace(forward=trusted.forward, backward=trusted.backward, step_=step_)
+    monkeypatch.setenv("MDN_BACKEND", "foreign")
+    with registered_backend("foreign", foreign):
+        model, cache = started(weights="float32")
+        expected_cache, ids = copy.deepcopy(cache), tokens(2, 6, seed=8)
+        found = steps(model, cache, ids)
+        assert isinstance(decode_program._programs[cache], DecodeProgram)
+        monkeypatch.setattr("mdn.models.modeling.can_record", lambda x, cache: False)
+        assert relative_error(found, steps(model, expected_cache, ids)) < 2e-6
 
 
 @torch.no_grad()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from conformance import Case, check
+from conformance import Case, check, public_function
 from definition import make_inputs
 from mdn.ops import backends, chunk_momentum_delta_rule, cpu, explain_backend, fused_recurrent_momentum_delta_rule
+from mdn.ops.triton import availability
 
 
 def forced(backend: str, form=chunk_momentum_delta_rule) -> str:
@@ -99,6 +102,94 @@ def test_the_environment_replaces_auto_and_an_argument_wins_over_it(monkeypatch:
     chunk_momentum_delta_rule(**make_inputs(T=4), backend="torch")
     monkeypatch.setenv("MDN_BACKEND", "cuda")
     assert forced("auto") == "MDN_BACKEND must be one of auto, torch, cpu, triton, fla, got 'cuda'"
+
+
+def decode(rule: str):
+    """One token of the rule through its public step, with a state that is thrown away."""
+    inputs = make_inputs(rule, T=1)
+    token = {name: x[:, 0] for name, x in inputs.items() if name != "initial_state"}
+    return public_function(rule, "step")(**token, state=inputs["initial_state"])
+
+
+def decode_by_the_lean_form(rule: str):
+    return fused_recurrent_momentum_delta_rule(**make_inputs(rule, T=2)).o
+
+
+STEPS = [(decode, "momentum"), (decode, "vector"), (decode, "gated_delta_rule"), (decode_by_the_lean_form, "momentum")]
+
+
+@pytest.mark.parametrize(("step", "rule"), STEPS)
+def test_the_environment_is_read_at_every_decode_step(step, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("MDN_BACKEND", "torch")
+    step(rule)
+    monkeypatch.setenv("MDN_BACKEND", "triton")
+    with pytest.raises(ValueError, match="MDN_BACKEND='triton' cannot be used here"):
+        step(rule)
+    monkeypatch.setenv("MDN_BACKEND", "cuda")
+    with pytest.raises(ValueError, match=r"MDN_BACKEND must be one of .*, got 'cuda'"):
+        step(rule)
+
+
+@pytest.mark.parametrize("step", [decode, decode_by_the_lean_form])
+def test_the_next_decode_step_runs_on_the_backend_that_the_environment_names_now(step, monkeypatch) -> None:
+    ran: list[bool] = []
+
+    def step_(*arguments):
+        ran[-1] = True
+        return backends.backend_module("torch").step_(*arguments)
+
+    with backends.registered_backend("mine", SimpleNamespace(step_=step_)):
+        for name in ("torch", "mine", "torch"):
+            monkeypatch.setenv("MDN_BACKEND", name)
+            ran.append(False)
+            step("momentum")
+    assert ran == [False, True, False]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch):
+    """Tensors of a GPU that is not there, with the compute capability and the Triton version of a test."""
+
+    def pretend(capability: tuple[int, int], version: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.delenv("MDN_BACKEND", raising=False)
+        monkeypatch.setattr(backends, "_warned", set())
+        made = make_inputs(T=4)
+        with FakeTensorMode():
+            tensors = {name: torch.empty(x.shape, dtype=x.dtype, device="cuda") for name, x in made.items()}
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(availability, "triton_version", lambda: version)
+        return tensors
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "reason"),
+    [((10, 0), (3, 7, 1), "install Triton 3.8 or newer"), ((7, 5), (3, 9, 0), "this GPU has compute capability 7.5")],
+)
+def test_auto_warns_once_when_it_leaves_the_kernels_out_on_a_gpu(gpu, caplog, capability, version, reason) -> None:
+    tensors = gpu(capability, version)
+    for _ in range(2):
+        chunk_momentum_delta_rule(**tensors, check_gates=False)
+        fused_recurrent_momentum_delta_rule(**tensors, check_gates=False)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("mdn", "WARNING")
+    assert record.getMessage().startswith('backend="auto" runs torch on this GPU: triton cannot be used: ')
+    assert reason in record.getMessage()
+    assert record.getMessage().endswith("set MDN_BACKEND=torch")
+
+
+def test_auto_does_not_warn_where_the_kernels_run_nor_of_a_choice_or_a_question(gpu, caplog, monkeypatch) -> None:
+    chunk_momentum_delta_rule(**gpu((9, 0), (3, 7, 1)), check_gates=False)
+    refused = gpu((7, 5), (3, 9, 0))
+    chunk_momentum_delta_rule(**refused, check_gates=False, backend="torch")
+    assert explain_backend(refused["q"]).startswith("auto -> torch: triton cannot be used: ")
+    monkeypatch.setenv("MDN_BACKEND", "torch")
+    chunk_momentum_delta_rule(**refused, check_gates=False)
+    assert caplog.records == []
 
 
 def test_a_backend_can_be_registered_for_a_while_and_auto_never_selects_it() -> None:

@@ -63,6 +63,7 @@ FIRST = [(backend, rule) for backend, rule in ALL if rule not in MOMENTUM]
 
 BRIEF = [("triton", "general"), ("triton", "lookahead")]
 """one constant of the compiled code each: tested where they enter, since the interpreter is slow"""
+BRIEF_GATES = ("layer", "alpha 1", "both 0", "falling mu", "mixed")
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_rule = pytest.mark.parametrize(("backend", "rule"), [pair for pair in ALL if pair not in BRIEF])
@@ -109,7 +110,7 @@ def equal(actual: Tensors, expected: Tensors, where=lambda name, x: x) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "rule", "gates"),
-    [(*pair, gates) for pair in SECOND for gates in (("layer", "mixed") if pair in BRIEF else MOMENTUM_GATES)],
+    [(*pair, gates) for pair in SECOND for gates in (BRIEF_GATES if pair in BRIEF else MOMENTUM_GATES)],
 )
 def test_the_momentum_rules_are_exact_for_all_gates(backend: str, rule: str, gates: str) -> None:
     sizes = {"B": 8, "T": 20} if gates == "ladder" else {"B": 1}
@@ -239,7 +240,7 @@ def test_gates_may_have_16_bits_too(backend: str, rule: str) -> None:
 # ------------------------------------------------------------------------------------ packs, pieces and neighbours
 
 
-@every_rule
+@pytest.mark.parametrize(("backend", "rule"), ALL)
 @pytest.mark.parametrize("lengths", [(0, 1, 37, 0, 2, 17, 0), (1, 1, 1), (0, 0)], ids=str)
 def test_a_pack_is_each_sequence_alone(backend: str, rule: str, lengths: tuple[int, ...]) -> None:
     check(Case(rule, lengths=lengths, with_p=rule in MOMENTUM), backend)

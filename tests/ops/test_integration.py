@@ -84,13 +84,48 @@ def test_the_step_compiles_and_updates_its_state(backend: str) -> None:
     assert torch.equal(compiled, eager)
 
 
-def test_the_registered_ops_pass_torchs_own_checks() -> None:
+NAMES = ("q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta", "direct")
+TORCHS_OWN_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same shape in another order of memory."""
+    if layout == "transposed":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    return x[:1].expand(x.shape) if layout == "expanded" else x
+
+
+def test_the_registered_rule_passes_torchs_own_checks() -> None:
     inputs = leaves(make_inputs("lookahead", B=1, T=9, with_p=True))
-    names = ("q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta", "direct", "initial_state")
     settings = (None, 0.25, 4, True, False, True, True, True, "torch")
-    arguments = (*(inputs[name] for name in names), *settings)
+    arguments = (*(inputs[name] for name in (*NAMES, "initial_state")), *settings)
     results = torch.library.opcheck(torch.ops.mdn.momentum_delta_rule.default, arguments)
-    assert set(results.values()) == {"SUCCESS"}
+    assert results == dict.fromkeys(TORCHS_OWN_CHECKS, "SUCCESS")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
+def test_the_registered_backward_pass_passes_torchs_own_checks(layout: str) -> None:
+    inputs = make_inputs("lookahead", B=3, T=9, with_p=True)
+    tensors = [laid_out(inputs[name], layout) for name in NAMES] + [inputs["initial_state"]]
+    settings = (None, 0.25, 4, True, False, True)
+    o, state, residual = torch.ops.mdn.momentum_delta_rule.default(*tensors, *settings, True, True, "torch")
+    arguments = (laid_out(o, layout), state, *tensors, residual, *settings, "torch")
+    results = torch.library.opcheck(torch.ops.mdn.momentum_delta_rule_backward.default, arguments)
+    assert results == dict.fromkeys(TORCHS_OWN_CHECKS, "SUCCESS")
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded", "empty", "slots", "without momentum"])
+def test_the_registered_step_passes_torchs_own_checks(layout: str, backend: str) -> None:
+    inputs = make_inputs("general", B=3, T=1, HV=4, with_p=True)
+    rows = 0 if layout == "empty" else 3
+    token = [laid_out(inputs[name][:rows, 0], layout) for name in NAMES]
+    S, M = inputs["initial_state"][:, :rows].clone()
+    slots = torch.tensor([2, 0, 1]) if layout == "slots" else None
+    state = (S, None if layout == "without momentum" else M, slots)
+    arguments = (*token, *state, 0.25, True, False, False, backend)
+    results = torch.library.opcheck(torch.ops.mdn.momentum_delta_step.default, arguments)
+    assert results == dict.fromkeys(TORCHS_OWN_CHECKS, "SUCCESS")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ OTHERS = {
     "momentum/fast_mu": {"mu_init": 10},
     "momentum/wide_mu": {"mu_init": [0.001, 1.5]},
     "momentum/quasi_hyperbolic_fast_mu": {"momentum": "quasi_hyperbolic", "mu_init": 10},
+    "momentum/log_factor": {"log_factor_init": [0.04, 4]},
 }
 
 

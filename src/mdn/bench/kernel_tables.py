@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mdn.bench.kernel_bars import total_ms
+from mdn.bench.kernel_report import COUNTED, OPS, total_counts, total_ms
 from mdn.common.results import fill_page
 
 
@@ -76,10 +76,19 @@ def variants(report: dict[str, Any]) -> str:
 def estimate(report: dict[str, Any]) -> str:
     """Estimated milliseconds, and ours over the others'."""
     rows = []
-    for (target, size), times in total_ms(report).items():
+    for (target, size), times in total_ms(report["estimates"]).items():
         ratios = [f"{times['mdn'] / times[other]:.2f}" for other in ("gdn", "kda")]
-        rows.append([target, size, *(f"{times[name]:.2f}" for name in ("mdn", "gdn", "kda")), *ratios])
+        rows.append([target, size, *(f"{times[name]:.2f}" for name in OPS), *ratios])
     return table(["GPU", "size", "MDN", "GDN", "KDA", "MDN / GDN", "MDN / KDA"], rows)
+
+
+def calibration(report: dict[str, Any]) -> str:
+    """Published milliseconds, estimated ones, and their ratio."""
+    rows = [
+        [f"{row['op'].upper()}, forward", *(f"{row[name]:.2f}" for name in ("published_ms", "estimated_ms", "factor"))]
+        for row in report["calibration"]
+    ]
+    return table(["FLA's kernels on an H20", "published ms", "estimated ms", "published / estimated"], rows)
 
 
 def launches(report: dict[str, Any]) -> str:
@@ -89,23 +98,20 @@ def launches(report: dict[str, Any]) -> str:
         if row["target"] == "sm_90":
             figures = [f"{row[name]:,}" for name in ("programs", "cycles", "blocks_per_sm", "barriers")]
             rows.append(
-                [row["op"].upper(), row["size"], f"`{row['name']}`", *figures, row["bound"], f"{row['ms']:.2f}"]
+                [row["op"].upper(), row["heads"], f"`{row['name']}`", *figures, row["bound"], f"{row['ms']:.2f}"]
             )
     return table(["op", "size", "kernel", "programs", "cycles", "blocks / SM", "barriers", "bound", "ms"], rows)
-
-
-COUNTED = ("warp_instructions", "mma", "barriers", "sectors", "sectors_distinct", "wavefronts", "wavefronts_ideal")
 
 
 def counts(report: dict[str, Any]) -> str:
     """What was executed per token and head: ours by kernel, the others' sums."""
     rows = []
-    for target, op, which in dict.fromkeys((row["target"], row["op"], row["pass"]) for row in report["counts"]):
-        mine = [row for row in report["counts"] if (row["target"], row["op"], row["pass"]) == (target, op, which)]
+    for key, sums in total_counts(report["executed"]).items():
+        target, op, which = key
         if op == "mdn":
+            mine = [row for row in report["executed"] if (row["target"], row["op"], row["pass"]) == key]
             rows += [[target, f"`{row['name']}`", *(_count(row[figure]) for figure in COUNTED)] for row in mine]
-        sums = [f"**{_count(sum(row[figure] for row in mine))}**" for figure in COUNTED]
-        rows.append([target, f"**{op.upper()}, {which}**", *sums])
+        rows.append([target, f"**{op.upper()}, {which}**", *(f"**{_count(sums[figure])}**" for figure in COUNTED)])
     return table(["GPU", "kernel", *(name.replace("_", " ") for name in COUNTED)], rows)
 
 
@@ -129,6 +135,7 @@ def fill(page: str, report: dict[str, Any]) -> str:
     """The page with its tables taken from the report."""
     tables = {
         "estimate": estimate(report),
+        "calibration": calibration(report),
         "launches": launches(report),
         "counts": counts(report),
         "timeline": timeline(report),

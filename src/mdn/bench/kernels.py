@@ -38,6 +38,8 @@ class Variant:
     given_p: bool = False
     packed: bool = False
     """a pack of two sequences, with initial states and their gradients; decoding into slots"""
+    general: bool = False
+    """a direct write and the look-ahead error of the general rule"""
 
     def inputs(self, initial_state: Tensor | None = None) -> RuleTensors:
         """Zeros of these shapes."""
@@ -52,13 +54,14 @@ class Variant:
             name: torch.zeros(batch, self.time, self.value_heads) for name in ("log_alpha", "log_mu", "beta", "eta")
         }
         v = rows(self.value_heads, self.value_dim)
-        return RuleTensors(q, k, v, p, **gates, initial_state=initial_state)
+        direct = torch.zeros_like(gates["beta"]) if self.general else None
+        return RuleTensors(q, k, v, p, **gates, direct=direct, initial_state=initial_state)
 
     def run(self, which: str) -> None:
         """Call forward, backward or the decoding step as the dispatcher would."""
         from mdn.ops.triton import backward, forward, step_
 
-        options = RuleOptions(scale=self.key_dim**-0.5, chunk_size=self.chunk_size)
+        options = RuleOptions(scale=self.key_dim**-0.5, chunk_size=self.chunk_size, lookahead=self.general)
         boundaries = SequenceBoundaries.from_lengths([1, self.time - 1]) if self.packed else None
         state = torch.zeros(2, 2 if self.packed else self.batch, self.value_heads, self.key_dim, self.value_dim)
         given_state = state if self.packed else None
@@ -77,6 +80,7 @@ VARIANTS = (
     Variant("given p", given_p=True),
     Variant("two value heads per key head", heads=3),
     Variant("pack with states and slots", packed=True),
+    Variant("direct write and look-ahead", general=True),
     Variant("float16", dtype=torch.float16),
     Variant("float32", dtype=torch.float32),
     Variant("chunk 16", chunk_size=16),

@@ -2,8 +2,8 @@
 
 The recording is made from the layers themselves, at the second step that continues a cache, and belongs to that cache.
 It is replayed as long as everything it was made from is where it was: the weights, the states of the cache, the
-modules (and no hook is registered on them), the number of threads. Otherwise the layers run as ever, and this
-cache gets no other recording: beam search moves its states at every step.
+modules (and no hook is registered on them), the number of threads, MDN_BACKEND. Otherwise the layers run as ever, and
+this cache gets no other recording: beam search moves its states at every step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from mdn.ops.backends import environment_backend
 from mdn.ops.cpu.huge_pages import prefer_huge_pages
 from mdn.ops.cpu.program import RecordedProgram, record
 from mdn.ops.fused import is_native
@@ -88,4 +89,4 @@ class DecodeProgram:
 
 def _facts(x: Tensor) -> tuple[Any, ...]:
     listening = bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
-    return x.shape, x.dtype, torch.get_num_threads(), listening
+    return x.shape, x.dtype, torch.get_num_threads(), environment_backend(), listening

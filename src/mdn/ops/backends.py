@@ -11,6 +11,7 @@ Scalar decay: linear_attn, simple_gla, delta_rule, gated_delta_rule, comba. Vect
 momentum: the momentum delta rule with a decay for every key dimension.
 
 The environment variable ``MDN_BACKEND`` replaces ``auto``: it is as binding as ``backend=``, which wins over it.
+Where ``auto`` has to leave out the Triton kernels on a GPU, it says so once, through the logger ``mdn``.
 ``registered_backend`` adds a backend from outside for a while; ``auto`` never selects it.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -129,7 +131,7 @@ def _check_name(argument: str, name: str) -> None:
 
 
 def environment_backend() -> str:
-    """What replaces ``auto``; it is read at every call."""
+    """What replaces ``auto``; it is read at every call (a compiled function keeps what it was compiled with)."""
     return os.environ.get("MDN_BACKEND") or "auto"
 
 
@@ -148,11 +150,26 @@ def resolve(
     """
     name, request = requested_backend(backend)
     if name == "auto":
-        return automatic_choice(tensor, rule, v, decode, features)[0]
+        chosen, why = automatic_choice(tensor, rule, v, decode, features)
+        if chosen == "torch" and tensor.device.type == "cuda" and "triton" in _PREFERRED[family_of(rule)]:
+            _warn_once(why)
+        return chosen
     reason = why_not(name, tensor, rule, v, decode, features)
     if reason is not None:
         raise ValueError(f"{request} cannot be used here: {reason}")
     return name
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(why: str) -> None:
+    """Nobody should compute without the kernels on a GPU and not know it."""
+    if why not in _warned:
+        _warned.add(why)
+        logging.getLogger("mdn").warning(
+            'backend="auto" runs torch on this GPU: %s. To choose that without this warning, set MDN_BACKEND=torch', why
+        )
 
 
 def automatic_choice(
@@ -226,10 +243,11 @@ def _why_not(backend: str, device: str, dtype: torch.dtype) -> str | None:
     return reason
 
 
-# Facts about this machine: a compiler need not trace the search for libraries. This is what
+# Facts about this machine: a compiler need not trace the search for libraries, nor what is said about it. This is what
 # torch.compiler.assume_constant_result does; calling it here would import the compiler, and Triton with it.
 environment_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _why_not_cpu(device: str, dtype: torch.dtype) -> str | None:

@@ -1,9 +1,13 @@
-"""The race detector: each missing barrier, wait or fence is reported, and correct code is not."""
+"""The race detector: each missing barrier, wait or fence is reported, and correct code is not.
+
+The exhaustive check, which the mutants of our kernels are held to, must say the same by itself.
+"""
 
 import numpy as np
 import pytest
 
 from emulator_cases import run
+from mdn.bench.emulator.exhaustive import UNORDERED
 
 TWO_WARPS = """
   shl.b32 %r9, %r1, 2;
@@ -17,9 +21,17 @@ TWO_WARPS = """
 """
 
 
-def races(body: str, threads: int = 64) -> list[str]:
-    rows = np.zeros((threads, 1), np.uint32)
-    return sorted(run(body, rows, rows.copy(), threads=threads, shared_bytes=4096, check=True).races)
+def both_checks(body: str, threads: int, words: int = 1) -> tuple[list[str], list[str]]:
+    """What the race detectors report, and what the comparison of all pairs of accesses does."""
+    rows = np.zeros((threads, words), np.uint32)
+    found = run(body, rows, rows.copy(), threads=threads, shared_bytes=4096, check="exhaustive").races
+    return sorted(x for x in found if not x.startswith(UNORDERED)), [x for x in found if x.startswith(UNORDERED)]
+
+
+def races(body: str, threads: int = 64, words: int = 1) -> list[str]:
+    found, pairs = both_checks(body, threads, words)
+    assert bool(found) == bool(pairs), (found, pairs)
+    return found
 
 
 def test_an_exchange_between_warps_needs_both_barriers():
@@ -39,12 +51,75 @@ def test_an_exchange_inside_a_warp_needs_a_warp_barrier():
     assert "bar.warp.sync" in races(TWO_WARPS.format(first="bar.warp.sync -1;", second="", partner=4))[0]
 
 
+@pytest.mark.parametrize(("partner", "barrier"), [(4, "bar.warp.sync -1;"), (128, "bar.sync 0;")])
+def test_two_writes_to_one_place_need_a_barrier(partner, barrier):
+    body = "shl.b32 %r9, %r1, 2; st.shared.b32 [%r9], %r1; {barrier} xor.b32 %r8, %r9, {partner};"
+    body += "st.shared.b32 [%r8], %r1;"
+    assert races(body.format(partner=partner, barrier=barrier)) == []
+    assert "write after write" in races(body.format(partner=partner, barrier=""))[0]
+
+
 def test_a_warp_barrier_does_not_order_two_warps():
     assert races(TWO_WARPS.format(first="bar.warp.sync -1;", second="bar.sync 0;", partner=128))
 
 
+def test_the_exhaustive_check_remembers_every_reader_of_a_warp():
+    """The race detector remembers one: the reader of the last instruction, who is the one that writes."""
+    body = """
+      shl.b32 %r9, %r1, 2;
+      st.shared.b32 [%r9], %r1;
+      bar.sync 0;
+      setp.eq.b32 %p1, %r1, 0;
+      setp.eq.b32 %p2, %r1, 1;
+      mov.b32 %r8, 0;
+      @%p1 ld.shared.b32 %r20, [%r8];
+      @%p2 ld.shared.b32 %r20, [%r8];
+      @%p2 st.shared.b32 [%r8], %r1;
+    """
+    found, pairs = both_checks(body, threads=32)
+    assert not found
+    assert len(pairs) == 1
+
+
 def test_reading_what_was_never_written_is_reported():
-    assert "never written" in races("mov.b32 %r9, 64; ld.shared.b32 %r20, [%r9];")[0]
+    found, _ = both_checks("mov.b32 %r9, 64; ld.shared.b32 %r20, [%r9];", threads=64)
+    assert "never written" in found[0]
+
+
+COPY = """
+  shl.b32 %r9, %r1, 4;
+  cp.async.cg.shared.global [ %r9 + 0 ], [ %rd4 + 0 ], 0x10;
+  cp.async.commit_group;
+  {wait}
+  {barrier}
+  xor.b32 %r8, %r9, {partner};
+  ld.shared.b32 %r20, [%r8];
+"""
+
+
+@pytest.mark.parametrize("partner", [0, 16, 512], ids=["own bytes", "same warp", "other warp"])
+def test_what_a_copy_brings_needs_a_wait_and_a_barrier(partner):
+    def found(wait: str = "cp.async.wait_group 0;", barrier: str = "bar.sync 0;") -> list[str]:
+        return races(COPY.format(wait=wait, barrier=barrier, partner=partner), words=4)
+
+    assert found() == []
+    assert "copy in flight" in found(wait="")[0]
+    assert bool(found(barrier="")) == (partner != 0)
+
+
+def test_a_copy_must_not_overtake_a_read():
+    body = """
+      shl.b32 %r9, %r1, 4;
+      st.shared.b32 [%r9], %r1;
+      bar.sync 0;
+      xor.b32 %r8, %r9, 512;
+      ld.shared.b32 %r20, [%r8];
+      {barrier}
+      cp.async.cg.shared.global [ %r9 + 0 ], [ %rd4 + 0 ], 0x10;
+      cp.async.commit_group;
+    """
+    assert races(body.format(barrier="bar.sync 0;"), words=4) == []
+    assert "write after read" in races(body.format(barrier=""), words=4)[0]
 
 
 WGMMA = """
@@ -57,7 +132,7 @@ WGMMA = """
   wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r10, %r11, %r12, %r13}}, %rd10, %rd10, 0, 1, 1, 0, 0;
   wgmma.commit_group.sync.aligned;
   {wait}
-  bar.sync 0;
+  {last_barrier}
   st.shared.v4.b32 [%r9], {{%r10, %r11, %r12, %r13}};
   st.global.b32 [%rd6], %r10;
 """
@@ -70,15 +145,20 @@ WGMMA = """
         ("fence", "no proxy fence"),
         ("barrier", "without a barrier since"),
         ("wait", "wgmma in flight reads"),
+        ("last_barrier", "write after read without a barrier"),
+        ("barrier after the wait", "write after read without a barrier"),
     ],
 )
-def test_wgmma_needs_a_fence_a_barrier_and_a_wait(missing, reported):
+def test_wgmma_needs_a_fence_a_barrier_a_wait_and_another_barrier(missing, reported):
     parts = {
         "fence": "fence.proxy.async.shared::cta;",
         "barrier": "bar.sync 0;",
         "wait": "wgmma.wait_group.sync.aligned 0;",
+        "last_barrier": "bar.sync 0;",
     }
-    if missing:
+    if missing == "barrier after the wait":  # each warp has waited, but not for the others
+        parts["wait"], parts["last_barrier"] = parts["last_barrier"], parts["wait"]
+    elif missing:
         parts[missing] = ""
     descriptor = 8 << 16 | 16 << 32  # no swizzle, 8 x 16-byte atoms; leading 128, stride 256 bytes
     found = races(WGMMA.format(descriptor=descriptor, **parts), threads=128)

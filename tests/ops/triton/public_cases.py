@@ -9,6 +9,7 @@ import json
 import os
 import random
 import sys
+from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["MDN_BACKEND"] = "triton"
@@ -22,59 +23,111 @@ from mdn.layers import MomentumDeltaNet
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
 from mdn.ops.triton.host import intercept_launches, run_launch
 
+HEADS, VALUE_HEADS, WIDTH = 2, 2, 16
 
-def inputs(time=20, layout="contiguous", dtype=torch.float32):
-    """q, k, v and gates; transposed, expanded and empty tensors are as legal as contiguous ones."""
+
+def leaves(time=20, layout="contiguous", dtype=torch.float32):
+    """q, k, v and gates as they lie in memory; `arranged` makes [B, T, heads, ...] of them without copying."""
     generator = torch.Generator().manual_seed(0)
 
-    def rows(heads, width):
-        if layout == "transposed":
-            return torch.randn(1, heads, time, width, generator=generator).transpose(1, 2).to(dtype)
-        if layout == "expanded":
-            return torch.randn(1, 1, heads, width, generator=generator).expand(1, time, heads, width).to(dtype)
-        return torch.randn(1, time, heads, width, generator=generator).to(dtype)
+    def stored(draw, heads, *width):
+        shapes = {"transposed": (1, heads, time, *width), "expanded": (1, 1, heads, *width)}
+        return draw(shapes.get(layout, (1, time, heads, *width)), generator=generator)
 
-    gates = {name: torch.rand(1, time, 2, generator=generator) for name in ("beta", "eta")}
-    gates |= {name: -torch.rand(1, time, 2, generator=generator) for name in ("log_alpha", "log_mu")}
-    return {"q": rows(1, 16), "k": rows(1, 16), "v": rows(2, 16), **gates}
+    vectors = {name: stored(torch.randn, HEADS, WIDTH).to(dtype) for name in ("q", "k")}
+    vectors["v"] = stored(torch.randn, VALUE_HEADS, WIDTH).to(dtype)
+    gates = {name: stored(torch.rand, VALUE_HEADS) for name in ("beta", "eta")}
+    gates |= {name: -stored(torch.rand, VALUE_HEADS) for name in ("log_alpha", "log_mu")}
+    return {name: x.requires_grad_() for name, x in (vectors | gates).items()}
+
+
+def arranged(stored, time=20, layout="contiguous"):
+    """Transposed and expanded tensors are as legal as contiguous ones."""
+    if layout == "transposed":
+        return {name: x.transpose(1, 2) for name, x in stored.items()}
+    if layout == "expanded":
+        return {name: x.expand(-1, time, *x.shape[2:]) for name, x in stored.items()}
+    return stored
+
+
+def inputs(time=20, layout="contiguous", dtype=torch.float32):
+    """Without gradients."""
+    return arranged({name: x.detach() for name, x in leaves(time, layout, dtype).items()}, time, layout)
+
+
+def largest_difference(found, expected):
+    """Infinity where a number is NaN: Python's max would drop it."""
+    assert [x.shape for x in found] == [x.shape for x in expected]
+    differences = torch.cat([(a - b).abs().double().flatten() for a, b in zip(found, expected)])
+    return float(differences.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
 
 
 def backends_agree(call):
-    """The largest difference between what `auto` (Triton) and torch compute."""
-    found = call()
-    os.environ["MDN_BACKEND"] = "torch"
-    try:
-        expected = call()
-    finally:
-        os.environ["MDN_BACKEND"] = "triton"
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True) if a.numel())
+    """The largest difference between what `auto` (Triton) and torch compute; infinity if Triton did not run in the one
+    case or ran in the other."""
+    launched = {"triton": 0, "torch": 0}
+
+    def counting(launch):
+        launched[os.environ["MDN_BACKEND"]] += 1
+        run_launch(launch)
+
+    with intercept_launches(counting):
+        found = call()
+        os.environ["MDN_BACKEND"] = "torch"
+        try:
+            expected = call()
+        finally:
+            os.environ["MDN_BACKEND"] = "triton"
+    if launched["triton"] == 0 or launched["torch"] > 0:
+        return float("inf")
+    return largest_difference(found, expected)
+
+
+def chunk(layout="contiguous", time=20, **options):
+    """Outputs, final state and the gradients of what lies in memory."""
+    stored = leaves(time, layout)
+    o, state = mdn.ops.chunk_momentum_delta_rule(**arranged(stored, time, layout), output_final_state=True, **options)
+    return [o.detach(), state.detach(), *torch.autograd.grad(o.sum() + state.sum(), list(stored.values()))]
+
+
+def tokens(rows, layout="contiguous"):
+    """One token of every row: [B, heads, ...]."""
+    return {name: x[0] for name, x in inputs(rows, layout).items()}
+
+
+def step(layout="contiguous", rows=3, **options):
+    """Outputs and the state that was updated."""
+    state = torch.ones(2, rows, VALUE_HEADS, WIDTH, WIDTH)
+    return [mdn.ops.momentum_delta_step(**tokens(rows, layout), state=state, **options), state]
 
 
 def ops():
     """Every op that has a Triton backend, `auto` forced to it."""
     for layout in ("contiguous", "transposed", "expanded"):
-        given = inputs(layout=layout)
-
-        def call(given=given):
-            leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
-            o, state = mdn.ops.chunk_momentum_delta_rule(**leaves, output_final_state=True)
-            return [o.detach(), state.detach(), *torch.autograd.grad(o.sum() + state.sum(), list(leaves.values()))]
-
-        yield f"chunk, {layout}", backends_agree(call)
+        yield f"chunk, {layout}", backends_agree(partial(chunk, layout))
+        yield f"decode step, {layout}", backends_agree(partial(step, layout))
 
     def recurrent():
-        return [mdn.ops.fused_recurrent_momentum_delta_rule(**inputs(time=3), output_final_state=True)[0]]
+        return list(mdn.ops.fused_recurrent_momentum_delta_rule(**inputs(time=3), output_final_state=True))
 
     yield "fused recurrent, three tokens", backends_agree(recurrent)
-
-    def step():
-        state = torch.ones(2, 1, 2, 16, 16)
-        token = {name: x[:, 0] for name, x in inputs(time=1).items()}
-        return [mdn.ops.momentum_delta_step(**token, state=state), state]
-
-    yield "decode step", backends_agree(step)
     empty = mdn.ops.chunk_momentum_delta_rule(**inputs(time=0))[0]
     yield "no tokens", float(empty.numel())
+
+
+def differing():
+    """What `backends_agree` says of backends that differ in the last number, and of a backend beside itself."""
+
+    def spoilt(number):
+        o, state = step()
+        if os.environ["MDN_BACKEND"] == "triton":
+            state[-1, -1, -1, -1, -1] = number
+        return [o, state]
+
+    yield "another number", backends_agree(partial(spoilt, 100.0))
+    yield "NaN", backends_agree(partial(spoilt, float("nan")))
+    yield "Triton twice", backends_agree(partial(step, backend="triton"))
+    yield "torch twice", backends_agree(partial(step, backend="torch"))
 
 
 def layer():
@@ -109,8 +162,8 @@ def model():
         cu_seqlens = torch.tensor([0, 3, 7])
         return [network(tokens[:1], cu_seqlens=cu_seqlens).logits.detach()]
 
-    def written():
-        return [network.generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False).float()]
+    def written():  # the third step of decoding is the first that may replay a recorded one
+        return [network.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False).float()]
 
     yield "padded batch, forward and backward", backends_agree(loss)
     yield "pack", backends_agree(packed)
@@ -118,14 +171,7 @@ def model():
 
 
 def program_order():
-    """The same bits whatever the order in which programs run."""
-    given = inputs(time=40)
-
-    def run(handler):
-        leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
-        with intercept_launches(handler):
-            o, state = mdn.ops.chunk_momentum_delta_rule(**leaves, chunk_size=16, output_final_state=True)
-            return [o, state, *torch.autograd.grad(o.sum() + state.sum(), list(leaves.values()))]
+    """The number of results that change when programs run in another order."""
 
     def reordered(order):
         def handler(launch):
@@ -143,31 +189,45 @@ def program_order():
 
         return handler
 
-    expected = run(run_launch)
     orders = {"reversed": lambda ids: ids[::-1], "shuffled": lambda ids: random.Random(0).sample(ids, len(ids))}
-    for name, order in orders.items():
-        found = run(reordered(order))
-        yield name, float(sum(not torch.equal(a, b) for a, b in zip(found, expected)))
+    pack = torch.tensor([0, 3, 3, 24])
+    calls = {
+        "chunk": partial(chunk, time=24, chunk_size=16),
+        "pack": partial(chunk, time=24, chunk_size=16, cu_seqlens=pack),
+        "decode step": step,
+    }
+    for name, call in calls.items():
+        expected = call()
+        for order, function in orders.items():
+            with intercept_launches(reordered(function)):
+                found = call()
+            yield f"{name}, {order}", sum(not torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def custom_ops():
-    """`torch.library.opcheck` of all custom ops; 0 if nothing is reported."""
+    """The complaints of `torch.library.opcheck` about all custom ops."""
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for layout, time in (("contiguous", 20), ("transposed", 20), ("expanded", 20), ("empty", 0)):
-        given = {name: x.requires_grad_() for name, x in inputs(time, layout).items()}
+
+    def complaints(op, arguments):
+        report = torch.library.opcheck(op.default, arguments, test_utils=checks, raise_exception=False)
+        return sum(value != "SUCCESS" for value in report.values())
+
+    def in_order(given):
         gates = [given[name] for name in ("log_alpha", "log_mu", "beta", "eta")]
-        tensors = (given["q"], given["k"], given["v"], None, *gates, given["eta"], None)
-        forward = torch.ops.mdn.momentum_delta_rule.default
-        arguments = (*tensors, None, 0.25, 16, True, True, False, True, False, "triton")
-        report = torch.library.opcheck(forward, arguments, test_utils=checks, raise_exception=False)
-        yield f"forward, {layout}", float(sum(value != "SUCCESS" for value in report.values()))
-        with torch.no_grad():
-            detached = [None if x is None else x.detach() for x in tensors]
-            o, state, residual = forward(*detached, *arguments[10:])
-            backward = torch.ops.mdn.momentum_delta_rule_backward.default
-            arguments = (o, state, *detached, residual, None, 0.25, 16, True, True, False, "triton")
-            report = torch.library.opcheck(backward, arguments, test_utils=checks[::2], raise_exception=False)
-        yield f"backward, {layout}", float(sum(value != "SUCCESS" for value in report.values()))
+        return [given["q"], given["k"], given["v"], None, *gates, given["eta"]]  # no p; eta is direct, too
+
+    forward, backward = torch.ops.mdn.momentum_delta_rule, torch.ops.mdn.momentum_delta_rule_backward
+    for layout, size in (("contiguous", 20), ("transposed", 20), ("expanded", 20), ("empty", 0)):
+        tensors = [*in_order(inputs(size, layout)), None]
+        differentiable = [None if x is None else x.detach().requires_grad_() for x in tensors]
+        settings = (None, 0.25, 16, True, True, False)
+        yield f"forward, {layout}", complaints(forward, (*differentiable, *settings, True, False, "triton"))
+        o, state, residual = forward(*tensors, *settings, True, False, "triton")
+        yield f"backward, {layout}", complaints(backward, (o, state, *tensors, residual, *settings, "triton"))
+        rows = min(size, 3)
+        S, M = torch.ones(2, rows, VALUE_HEADS, WIDTH, WIDTH)
+        arguments = (*in_order(tokens(rows, layout)), S, M, None, 0.25, True, True, False, "triton")
+        yield f"step, {layout}", complaints(torch.ops.mdn.momentum_delta_step, arguments)
 
 
 def float16_range():
@@ -185,10 +245,10 @@ def float16_range():
     expected = torch.autograd.grad(exact, [wide[name] for name in names], torch.full_like(exact, 2.0**17))
     for name, found, right in zip(names, gradients, expected):
         assert found.dtype != torch.float16 or right.abs().max() < 65_504
-        yield name, float((found.double() - right).abs().max() / right.abs().max())
+        yield name, largest_difference([found.double()], [right]) / float(right.abs().max())
 
 
-GROUPS = (ops, layer, model, program_order, custom_ops, float16_range)
+GROUPS = (ops, differing, layer, model, program_order, custom_ops, float16_range)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -6,18 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import mdn.ops.triton as kernels
-from mdn.bench.kernel_bars import BARS, SHARED_LIMITS, broken_bars
-from mdn.bench.kernel_tables import fill
+from mdn.bench.kernel_bars import BARS, SHARED_LIMITS, SPILL_BAR_K128
 from mdn.bench.kernels import count_launches_and_bytes
 from mdn.ops.triton import availability, tiles
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_importing_the_backend_does_not_import_triton():
@@ -153,37 +149,37 @@ def compiled(target: str, key_dim: int, value_dim: int = 256, dtype: str = "bflo
     )
 
 
-SPILL_BAR = 64
-
-
 def assert_rows_are_sound(rows: list[dict]) -> None:
     assert len(rows) == 3 + 6 + 1
     for row in rows:
         assert 16 <= row["registers"] <= 255
         assert 0 < row["shared_bytes"] <= SHARED_LIMITS[row["target"]]
         assert row["instructions"] > 100
+        assert not row.get("register_products"), row["name"]  # ptxas before 13.3 may overwrite such registers
+
+
+def assert_widths_of_the_paper_are_fast(rows: list[dict]) -> None:
+    """K = 128, bfloat16: hardly a spill, and decoding issues all loads before it waits for one."""
+    assert not [row["name"] for row in rows if row["spill_bytes"] > SPILL_BAR_K128]
+    assert [row["loads_after_a_wait"] for row in rows if row["name"] == "decode"] == [0]
 
 
 def test_every_kernel_compiles_for_hopper_as_launched_and_hardly_spills():
     rows = compiled("sm_90", 128)
     assert_rows_are_sound(rows)
-    assert not [row["name"] for row in rows if row["spill_bytes"] > SPILL_BAR]
+    assert_widths_of_the_paper_are_fast(rows)
 
 
 def test_products_of_float32_operands_do_not_take_registers_on_hopper():
-    """ptxas before 13.3 may overwrite such registers. K = 128 makes products that are longest in each direction."""
-    rows = compiled("sm_90", 128, 16, "float16")
-    assert_rows_are_sound(rows)
-    assert not [row["name"] for row in rows if row["register_products"]]
+    """K = 128 makes products that are longest in each direction."""
+    assert_rows_are_sound(compiled("sm_90", 128, 16, "float16"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (128, 256), (256, 512)])
 def test_every_kernel_of_float16_and_float32_is_sound_on_hopper(dtype, key_dim, value_dim):
-    rows = compiled("sm_90", key_dim, value_dim, dtype)
-    assert_rows_are_sound(rows)
-    assert not [row["name"] for row in rows if row["register_products"]]
+    assert_rows_are_sound(compiled("sm_90", key_dim, value_dim, dtype))
 
 
 @pytest.mark.slow
@@ -214,7 +210,7 @@ def test_the_forward_scan_takes_fewer_instructions_without_outputs():
 def test_every_kernel_compiles_for_ampere_as_launched_and_hardly_spills():
     rows = compiled("sm_80", 128)
     assert_rows_are_sound(rows)
-    assert not [row["name"] for row in rows if row["spill_bytes"] > SPILL_BAR]
+    assert_widths_of_the_paper_are_fast(rows)
 
 
 @pytest.mark.slow
@@ -235,17 +231,3 @@ def test_a_kernel_is_built_once_for_all_lengths():
         "print(json.dumps(len(built)))\n"
     )
     assert compiling_process(code) == 1
-
-
-def test_the_tables_of_the_docs_are_those_of_the_recorded_report():
-    report = json.loads((ROOT / "benchmarks/results/kernels.json").read_text())
-    page = (ROOT / "docs/kernels.md").read_text()
-    assert fill(page, report) == page
-
-
-def test_the_recorded_report_meets_every_bar():
-    report = json.loads((ROOT / "benchmarks/results/kernels.json").read_text())
-    assert {row["target"] for row in report["kernels"]} == {"sm_80", "sm_90", "sm_100", "gfx942"}
-    assert {row["K"] for row in report["kernels"]} == {128, 256}
-    assert broken_bars(report) == []
-    assert broken_bars(report | {"launches": {"forward": 6, "backward": 7}}) != []

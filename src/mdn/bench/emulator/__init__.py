@@ -10,6 +10,7 @@
 | ``ptx`` | PTX text to basic blocks |
 | ``machine`` | lanes, registers, global and shared memory, asynchronous copies |
 | ``races`` | the race detectors of shared and of global memory |
+| ``exhaustive`` | compares all pairs of accesses: what the detectors are tested with |
 | ``tensor_cores`` | ldmatrix, stmatrix, mma.sync, wgmma |
 | ``operands``, ``instructions`` | every other instruction |
 | ``execute`` | runs blocks for a whole grid, with divergence, barriers and counters |

@@ -13,12 +13,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from mdn.bench.emulator.exhaustive import DETECTORS
 from mdn.bench.emulator.instructions import Builder, Run
 from mdn.bench.emulator.machine import Fault, GlobalMemory, Lanes, Machine, Mask
 from mdn.bench.emulator.ptx import Instruction, Kernel
-from mdn.bench.emulator.races import GlobalRaceDetector
+from mdn.bench.emulator.races import Check
 
 AXES = ("x", "y", "z")
+
+
+def count_mma(opcodes: Counter[str]) -> int:
+    """Tensor-core instructions; a wgmma of four warps counts four times."""
+    return sum(n for opcode, n in opcodes.items() if opcode.startswith(("mma.sync", "wgmma.mma_async")))
 
 
 @dataclass
@@ -26,7 +32,7 @@ class Counts:
     """What executed, over all runs of a kernel. Instructions count once per warp."""
 
     opcodes: Counter[str] = field(default_factory=Counter)
-    places: Counter[str] = field(default_factory=Counter)  # line of the Triton source -> warp instructions
+    opcodes_by_place: dict[str, Counter[str]] = field(default_factory=dict)  # by line of the Triton source
     memory: Counter[str] = field(default_factory=Counter)  # sectors and wavefronts
     memory_by_place: dict[str, Counter[str]] = field(default_factory=dict)
     barriers: int = 0
@@ -37,8 +43,7 @@ class Counts:
 
     @property
     def mma(self) -> int:
-        """A wgmma of four warps counts four times."""
-        return sum(n for opcode, n in self.opcodes.items() if opcode.startswith(("mma.sync", "wgmma.mma_async")))
+        return count_mma(self.opcodes)
 
     def wavefronts(self, without_conflicts: bool = False) -> int:
         ending = " wavefronts without conflicts" if without_conflicts else " wavefronts"
@@ -61,7 +66,7 @@ class Batch:
 class Program:
     """A kernel, ready to run on grids of any size."""
 
-    def __init__(self, kernel: Kernel, shared_bytes: int, check: bool = False, count: bool = False, lanes: int = 4096):
+    def __init__(self, kernel: Kernel, shared_bytes: int, check: Check = False, count: bool = False, lanes: int = 4096):
         self.kernel, self.shared_bytes, self.check, self.count = kernel, shared_bytes, check, count
         self.ctas_at_once = max(1, lanes // kernel.threads)
         self.counts = Counts()
@@ -73,7 +78,9 @@ class Program:
         sizes = (*grid, 1, 1)[:3]
         named = {name: value for (name, _), value in zip(self.kernel.parameters, parameters)}
         total = int(np.prod(sizes))
-        global_races = GlobalRaceDetector(self.kernel.threads, total, len(memory.bytes)) if self.check else None
+        global_races = None
+        if self.check:
+            global_races = DETECTORS[self.check][1](self.kernel.threads, total, len(memory.bytes))
         with np.errstate(all="ignore"):
             for first in range(0, total, self.ctas_at_once):
                 ctas = np.arange(first, min(total, first + self.ctas_at_once))
@@ -84,6 +91,7 @@ class Program:
                 _Run(self.kernel, batch, self.counts).until_done()
                 self._collect(batch.machine)
         if global_races:
+            global_races.finish()
             self.races += global_races.found
         if self.count:
             for kind, touched in memory.touched.items():
@@ -113,6 +121,7 @@ class Program:
 
     def _collect(self, machine: Machine) -> None:
         if machine.races:
+            machine.races.finish()
             self.races += machine.races.found
         for place, counter in machine.counters.items():
             self.counts.memory += counter
@@ -153,7 +162,7 @@ class _Run:
         warps = int(lanes.any(1).sum())
         for instruction in self.kernel.blocks[index]:
             self.counts.opcodes[instruction.opcode] += warps
-            self.counts.places[instruction.place] += warps
+            self.counts.opcodes_by_place.setdefault(instruction.place, Counter())[instruction.opcode] += warps
 
     def _leave(self, index: int, mask: Mask) -> None:
         block = self.kernel.blocks[index]

@@ -19,6 +19,7 @@ from torch import Tensor
 from mdn.bench.emulator.execute import Counts, Program
 from mdn.bench.emulator.machine import GlobalMemory, HostBuffer
 from mdn.bench.emulator.ptx import parse
+from mdn.bench.emulator.races import Check
 
 Edit = Callable[[str, str], str]
 SCALARS: dict[str, Any] = {
@@ -35,9 +36,10 @@ SHARED_LIMITS = {80: 166_912, 86: 101_376, 90: 232_448, 120: 101_376}
 
 
 class EmulatedGPU:
-    """``check`` looks for races (about twice the time), ``count`` for memory traffic; both add up over launches."""
+    """``check`` looks for races (about twice the time), ``count`` for memory traffic; both add up over launches.
+    ``check="exhaustive"`` tests the race detectors themselves."""
 
-    def __init__(self, target: str = "sm_80", check: bool = False, count: bool = False, edit: Edit | None = None):
+    def __init__(self, target: str = "sm_80", check: Check = False, count: bool = False, edit: Edit | None = None):
         """``edit(kernel name, PTX)`` may change the code before it runs: for tests that remove a barrier."""
         self.target, self.check, self.count, self.edit = target, check, count, edit
         self._programs: dict[int, tuple[Any, Program]] = {}  # the compiled kernel is kept alive: its id is the key

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mdn.bench.emulator.races import GlobalRaceDetector, RaceDetector
+from mdn.bench.emulator.exhaustive import DETECTORS
+from mdn.bench.emulator.races import Check, GlobalRaceDetector, RaceDetector
 
 Lanes = NDArray[Any]  # one value per lane
 Mask = NDArray[np.bool_] | Literal[True]
@@ -99,7 +100,7 @@ class Copy:
 class Machine:
     """A batch of CTAs that run together."""
 
-    def __init__(self, threads: int, ctas: int, shared_bytes: int, check: bool, count: bool):
+    def __init__(self, threads: int, ctas: int, shared_bytes: int, check: Check, count: bool):
         self.threads, self.ctas, self.shared_bytes = threads, ctas, shared_bytes
         self.check, self.count = check, count
         self.num_lanes = threads * ctas
@@ -113,7 +114,7 @@ class Machine:
         """Fresh CTAs: shared memory of NaN, nothing in flight."""
         self.memory, self.global_races = memory, global_races
         self.shared = np.full(self.cta_stride * self.ctas, 0xFF, np.uint8)
-        self.races = RaceDetector(self.threads, self.ctas, len(self.shared)) if self.check else None
+        self.races = DETECTORS[self.check][0](self.threads, self.ctas, len(self.shared)) if self.check else None
         self._open_copies: list[Copy] = []
         self._copy_groups: list[
             tuple[NDArray[np.bool_], list[Copy]]

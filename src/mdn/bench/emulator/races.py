@@ -2,8 +2,8 @@
 
 Two accesses to one granule by different threads, at least one of them a write, need a CTA barrier between them, or a
 warp barrier (``bar.warp.sync``) if both threads are in one warp. What wgmma reads must also be followed by a proxy
-fence of its writer, and stays in use until ``wgmma.wait_group``. Bytes of a ``cp.async`` must not be read before the
-wait.
+fence of its writer, and stays in use until a barrier that follows ``wgmma.wait_group``. Bytes of a ``cp.async`` must
+not be read before the wait.
 
 Epochs count barriers: an access is ordered before another exactly if their epochs differ. So a missing barrier is
 reported whatever order the emulator happened to run the warps in. `RaceDetector` watches shared memory,
@@ -13,13 +13,15 @@ reported whatever order the emulator happened to run the warps in. `RaceDetector
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 GRANULE = 2  # bytes: the smallest element that Triton stores to shared memory
 Array = NDArray[Any]
+Check = bool | Literal["exhaustive"]
+"""whether to look for races; exhaustively: also with the pairs of `exhaustive`, for tests of the detectors"""
 
 
 class RaceDetector:
@@ -76,8 +78,13 @@ class RaceDetector:
         self.used_by_wgmma[at] += 1
         return at
 
-    def release(self, granules: Array) -> None:
+    def release(self, granules: Array, group: int) -> None:
+        """The warp group has waited for its product. Each warp waits for itself, so that the bytes are free only after
+        a barrier: they count as read now."""
         self.used_by_wgmma[granules] -= 1
+        lanes = np.full(len(granules), group * 128)
+        epoch, warp_epoch, warp = self._now(lanes)
+        self._remember_read(granules, lanes, epoch, warp_epoch, np.uint32(15) << warp)
 
     def write(self, offsets: Array, lanes: Array, width: int, where: str, in_flight: bool = False) -> None:
         at, lanes = self._granules(offsets, lanes, width)
@@ -87,6 +94,8 @@ class RaceDetector:
         recent = self.write_epoch[at] == epoch
         other_warp = self.writer[at] // 32 != lanes // 32
         self._report(recent & other_warp, "write after write without a barrier", where)
+        unordered = recent & ~other_warp & (self.writer[at] != lanes) & (self.write_warp_epoch[at] == warp_epoch)
+        self._report(unordered, "write after write in a warp without bar.warp.sync", where)
         read_recently = self.read_epoch[at] == epoch
         others = self.read_warps[at] & ~(np.uint32(1) << warp)
         self._report(read_recently & (others != 0), "write after read without a barrier", where)
@@ -100,6 +109,9 @@ class RaceDetector:
         at, lanes = self._granules(offsets, lanes, width)
         epoch, warp_epoch, _ = self._now(lanes)
         self._remember_write(at, lanes, epoch, warp_epoch, in_flight=False)
+
+    def finish(self) -> None:
+        """All threads have returned."""
 
     # ---------------------------------------------------------------- helpers
 

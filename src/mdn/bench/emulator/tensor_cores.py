@@ -147,7 +147,7 @@ class TensorCores:
                     self._late[register].deliver(lanes)
                 if self.machine.races:
                     for granules in oldest.granules:
-                        self.machine.races.release(granules)
+                        self.machine.races.release(granules, g)
 
     def _groups(self, mask: Mask) -> list[int]:
         groups = self.machine.num_lanes // 128

@@ -100,11 +100,13 @@ def compile_variant(variant: Variant, target: str) -> Iterator[dict[str, Any]]:
     for which, launches in record_launches(variant, target).items():
         for launch in launches:
             row = {"name": launch.name, "pass": which, "target": target, "K": variant.key_dim, "V": variant.value_dim}
-            row |= compile_launch(launch, target).as_dict()
+            row["dtype"] = str(variant.dtype).removeprefix("torch.")
             if target in GPUS:
-                found = analyse(build(launch, target))
-                row |= found.as_dict(GPUS[target], scan=launch.name in SCANS)
-            yield row
+                found, scan = analyse(build(launch, target)), launch.name in SCANS
+                columns = launch.arguments["BV"] if scan else None
+                yield row | found.resources.as_dict() | found.as_dict(GPUS[target], scan, columns)
+            else:
+                yield row | compile_launch(launch, target).as_dict()
 
 
 def machine_code(compiled: Any) -> str:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mdn.bench.emulator.execute import Counts
+from mdn.bench.emulator.execute import Counts, count_mma
 from mdn.bench.emulator.launch import EmulatedGPU, replace_triton
-from mdn.bench.gpu.estimate import Size, run_gdn, run_kda, run_mdn
+from mdn.bench.gpu.estimate import RUNS, Size
 from mdn.ops.triton.tiles import assume_target
 
-OPS = {"mdn": run_mdn, "gdn": run_gdn, "kda": run_kda}
 SIZE = Size(2, 128, 128)
 TOKENS = 256
 
@@ -55,26 +54,39 @@ def count_executed(op: str, target: str) -> list[dict[str, Any]]:
     """One row per pass and kernel of an op at K = V = 128, bfloat16."""
     gpu = EmulatedGPU(target, count=True)
     passes = Passes(gpu)
-    run: Callable[..., None] = OPS[op]
     with assume_target(target), replace_triton(gpu):
-        run(SIZE, TOKENS, passes.close)
+        RUNS[op](SIZE, TOKENS, passes.close)
     return [{"target": target, "op": op} | row for row in passes.rows]
 
 
-def dearest_lines(target: str, lines: int) -> Iterator[dict[str, Any]]:
-    """The source lines of our kernels that execute most warp instructions, and those with bank conflicts."""
+def dearest_lines(op: str, target: str, lines: int) -> Iterator[dict[str, Any]]:
+    """The source lines of each kernel that execute most warp instructions, and those with most bank conflicts. The
+    barriers of a line count once per warp, where those of a kernel count once per block."""
     gpu = EmulatedGPU(target, count=True)
     with assume_target(target), replace_triton(gpu):
-        run_mdn(SIZE, TOKENS)
-    per = TOKENS * SIZE.heads
+        RUNS[op](SIZE, TOKENS)
     for name, runs in gpu.counts.items():
         for run in runs:
-            conflicts: Counter[str] = Counter()
-            for place, counter in run.memory_by_place.items():
-                line = place.split()[0]
-                for what, times in counter.items():
-                    if what.endswith(" wavefronts"):
-                        conflicts[line] += times - counter[f"{what} without conflicts"]
-            for line in dict.fromkeys([*dict(run.places.most_common(lines)), *dict(conflicts.most_common(3))]):
-                row = {"name": name.removesuffix("_kernel"), "line": line, "warp_instructions": run.places[line] / per}
-                yield row | {"wavefronts_by_conflicts": conflicts[line] / per}
+            found = {line: figures_of_line(run, line) for line in run.opcodes_by_place}
+            busiest = sorted(found, key=lambda line: -found[line]["warp_instructions"])[:lines]
+            extra = {line: figures["wavefronts"] - figures["wavefronts_ideal"] for line, figures in found.items()}
+            conflicts = [line for line in sorted(extra, key=lambda line: -extra[line])[:3] if extra[line]]
+            for line in dict.fromkeys([*busiest, *conflicts]):
+                per_token = {figure: value / (TOKENS * SIZE.heads) for figure, value in found[line].items()}
+                yield {"op": op, "name": name.removesuffix("_kernel"), "line": line} | per_token
+
+
+def figures_of_line(run: Counts, line: str) -> dict[str, float]:
+    opcodes = run.opcodes_by_place[line]
+    memory: Counter[str] = Counter()
+    for place, counter in run.memory_by_place.items():
+        if place.split()[0] == line:
+            memory += counter
+    return {
+        "warp_instructions": opcodes.total(),
+        "mma": count_mma(opcodes),
+        "barriers": sum(n for opcode, n in opcodes.items() if opcode.startswith("bar.sync")),
+        "sectors": memory["global load sectors"] + memory["global store sectors"],
+        "wavefronts": sum(n for what, n in memory.items() if what.endswith(" wavefronts")),
+        "wavefronts_ideal": sum(n for what, n in memory.items() if what.endswith(" wavefronts without conflicts")),
+    }

@@ -27,7 +27,7 @@ CONTEXT, ROWS = 96, 8
 HORIZONS = (1, 16)
 ORIGINS = 48
 INPUT_NOISE = 0.1
-SKILL = Metric("squared error / persistence's", higher_is_better=False, worst=1.0)
+SKILL = Metric("squared error / persistence's", higher_is_better=False, worst=1.0, quantity="error")
 Forecaster = Callable[[RealSeries, np.ndarray], np.ndarray]
 """contexts [origins, CONTEXT] of a series -> forecast differences [origins, max(HORIZONS)]"""
 
@@ -102,6 +102,7 @@ STUDY = Study(
     (
         ForecastTask(
             name="four series",
+            phrase="the four series",
             title="ECG, sunspots, CO2 and El Nino; 1 and 16 steps ahead",
             contestants=("mdn", "gdn", "mdn-half", "gdn-double", "qhm"),
             rates=(3e-4, 1e-3, 3e-3, 1e-2),

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from mdn.experiments.studies.study import BITS, EQUAL_PARAMETERS, SMALL_MODEL, Comparison, Metric, Study, TokenTask
+from mdn.experiments.studies.study import (
+    BITS,
+    CORPUS,
+    EQUAL_PARAMETERS,
+    SMALL_MODEL,
+    Comparison,
+    Metric,
+    Study,
+    TokenTask,
+)
 from mdn.experiments.tiny_training import LabelledTokens
 from mdn.training.dataset import PackCollator, PackedSequences, PreparedData, prepare_data
 from mdn.training.evaluate import evaluate
@@ -64,11 +73,12 @@ class LanguageTask(TokenTask):
 
     def facts(self) -> dict[str, Any]:
         """The standard library differs between versions of Python: cells of different texts are not comparable."""
-        return {"corpus bytes": _data().training.bytes, "held-out bytes": _data().held_out.bytes}
+        return {CORPUS: _data().training.bytes, "held-out bytes": _data().held_out.bytes}
 
 
 FOUR_MILLION = LanguageTask(
     name="4M tokens",
+    phrase="4 million tokens of bytes",
     title="bytes of the Python standard library",
     contestants=(
         "mdn",
@@ -93,6 +103,7 @@ FOUR_MILLION = LanguageTask(
 )
 TWELVE_MILLION = LanguageTask(
     name="12M tokens",
+    phrase="12 million tokens of bytes",
     title="three times as long",
     contestants=("mdn", "mu0", "qhm-fast"),
     rates=FOUR_MILLION.rates,

@@ -78,6 +78,7 @@ STUDY = Study(
     (
         OscillationTask(
             name="resonator",
+            phrase="the resonator",
             title="impulses in, two damped oscillations out",
             contestants=CONTESTANTS + VECTOR_DECAYS,
             rates=RATES,
@@ -89,6 +90,7 @@ STUDY = Study(
         ),
         OscillationTask(
             name="continuation",
+            phrase="the continuation of a sinusoid",
             title=f"a damped sinusoid continued from {SEEN} tokens",
             contestants=CONTESTANTS,
             rates=RATES,

@@ -18,6 +18,7 @@ from mdn.experiments.studies.study import (
     SMALL_MODEL,
     TEST_SEED,
     VECTOR_DECAY_COMPARISONS,
+    Comparison,
     Study,
     TokenTask,
 )
@@ -28,6 +29,7 @@ BATCH_TOKENS = 1024
 FULL = ("mdn", "gdn", "mdn-half", "gdn-double", "gdn-bounds", "mu0", "qhm", "qhm-fast")
 SHORT = ("mdn", "gdn", "mdn-half", "gdn-double")
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+TUNING_SEEDS = 3  # where seeds of one model scatter more than the learning rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,7 @@ STUDY = Study(
             title="MQAR",
             contestants=FULL,
             rates=RATES,
+            tuning_seeds=TUNING_SEEDS,
             seconds=20,
             steps=1200,
             model=SMALL_MODEL,
@@ -125,6 +128,7 @@ STUDY = Study(
             title="MQAR, every key bound twice",
             contestants=FULL + VECTOR_DECAYS,
             rates=RATES,
+            tuning_seeds=TUNING_SEEDS,
             seconds=15,
             steps=800,
             model=SMALL_MODEL,
@@ -141,6 +145,7 @@ STUDY = Study(
         ),
         NeedleTask(
             name="needle",
+            phrase="needles",
             title="four needles in noise",
             contestants=SHORT,
             rates=RATES,
@@ -149,5 +154,13 @@ STUDY = Study(
             model=SMALL_MODEL,
         ),
     ),
-    (EQUAL_PARAMETERS, *EQUAL_STATE, *VECTOR_DECAY_COMPARISONS),
+    (
+        EQUAL_PARAMETERS,
+        *EQUAL_STATE,
+        Comparison("gdn", "gdn-bounds", "equal parameters (without and with MDN's bounds)"),
+        Comparison("mdn", "mu0", "equal parameters (with and without momentum, both within the bounds)"),
+        Comparison("qhm", "mdn", "equal state (quasi-hyperbolic momentum against the paper's)"),
+        Comparison("qhm-fast", "mdn", "equal state (the same, with mu 10 x faster)"),
+        *VECTOR_DECAY_COMPARISONS,
+    ),
 )

@@ -10,14 +10,32 @@ import torch
 from torch import Tensor
 
 from mdn.experiments.studies.groups import GROUPS, product_table, word_problem
-from mdn.experiments.studies.study import EQUAL_PARAMETERS, SMALL_MODEL, TEST_SEED, Comparison, Study, TokenTask
+from mdn.experiments.studies.study import (
+    EQUAL_PARAMETERS,
+    EQUAL_STATE,
+    SMALL_MODEL,
+    TEST_SEED,
+    Comparison,
+    Study,
+    TokenTask,
+)
 from mdn.experiments.tiny_training import LabelledTokens, labelled_accuracy
 from mdn.ops.fused import IGNORE_INDEX
 
 BATCH_TOKENS = 1024
 TRAIN_LENGTHS = (8, 16, 32)
 MULTIPLES = (1, 2, 4)
-CONTESTANTS = ("mdn", "mdn-negative", "gdn", "gdn-negative", "deltaproduct", "mamba2", "attention")
+CONTESTANTS = (
+    "mdn",
+    "mdn-half",
+    "mdn-negative",
+    "gdn",
+    "gdn-double",
+    "gdn-negative",
+    "deltaproduct",
+    "mamba2",
+    "attention",
+)
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 
 
@@ -64,6 +82,7 @@ def _task(group: str, title: str, steps: int, seconds: float) -> WordProblemTask
     return WordProblemTask(
         name=group,
         title=title,
+        phrase=title if group == "mod 5" else group,
         contestants=CONTESTANTS,
         rates=RATES,
         seconds=seconds,
@@ -84,6 +103,7 @@ STUDY = Study(
     ),
     (
         EQUAL_PARAMETERS,
+        *EQUAL_STATE,
         Comparison("mdn-negative", "gdn-negative", "equal parameters, negative eigenvalues allowed"),
     ),
 )

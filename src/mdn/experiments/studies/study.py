@@ -1,8 +1,10 @@
 """A study: tasks, each with contestants and seeds, run as resumable grids (`mdn.experiments.grid`).
 
-A cell is one training run (task, contestant, learning rate, seed). The learning rate of every contestant is chosen on
-``TUNING_SEED``, which is not reported: of four rates the middle two run first, then the neighbour of the better one.
-The seeds 0, 1, ... run with the best of the three. OUT/NAME/cells has the results of a study.
+A cell is one training run (task, contestant, learning rate, seed). The learning rate of every contestant is chosen by
+its mean score over the tuning seeds (``TUNING_SEED``, ``TUNING_SEED`` + 1, ...), which are not reported: of four rates
+the middle two run first, then the neighbour of the better one. The seeds 0, 1, ... run with the best of the three. The
+test examples are the same for all seeds, so that the rate is chosen on the examples that are reported.
+OUT/NAME/cells has the results of a study.
 A cell is deterministic: its seed decides the initial values and the data, and it runs on one thread.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import statistics
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -30,8 +33,10 @@ from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
 _TRAINING = {
     name: value for name, value in vars(TinyTraining(1, 1.0)).items() if name not in ("steps", "learning_rate")
 }
-TUNING_SEED = 100
+TUNING_SEED = 100  # the first of a task's tuning seeds; reported seeds are below it
 TEST_SEED = 1_000_003  # every cell of a task is tested on the same examples
+NO_BREAK = "\u00a0"  # between a number and its unit; a plain space in the pages
+CORPUS = "corpus bytes"  # the fact about a task that tells one text from another
 
 # Two layers of 64 channels, two heads of 32: the model of every task but the language models.
 SMALL_MODEL: dict[str, Any] = {
@@ -58,6 +63,10 @@ class Metric:
     factor: float = 1.0
     """what the numbers in tables and figures are multiplied by"""
     digits: int = 3
+    quantity: str = ""
+    """what stands before numbers in a sentence, if it needs a word"""
+    unit: str = ""
+    """what stands after numbers in a sentence"""
 
     def better(self, first: float, second: float) -> bool:
         return first > second if self.higher_is_better else first < second
@@ -65,10 +74,15 @@ class Metric:
     def shown(self, value: float) -> str:
         return f"{self.factor * value:.{self.digits}f}"
 
+    def in_words(self, *values: float) -> str:
+        """Numbers in a sentence: "92.4 against 95.7 %"."""
+        words = f"{self.quantity} {' against '.join(map(self.shown, values))}".strip()
+        return f"{words}{NO_BREAK}{self.unit}" if self.unit else words
 
-ACCURACY = Metric("accuracy, %", higher_is_better=True, worst=0.0, factor=100.0, digits=1)
-ERROR = Metric("squared error / signal power", higher_is_better=False, worst=1.0)
-BITS = Metric("held-out bits per byte", higher_is_better=False, worst=8.0)
+
+ACCURACY = Metric("accuracy, %", higher_is_better=True, worst=0.0, factor=100.0, digits=1, unit="%")
+ERROR = Metric("squared error / signal power", higher_is_better=False, worst=1.0, quantity="error")
+BITS = Metric("held-out bits per byte", higher_is_better=False, worst=8.0, unit="bits per byte")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,12 +91,16 @@ class Task(ABC):
 
     name: str
     title: str
+    phrase: str = ""
+    """the task in a sentence ("on the resonator"), where its name alone does not fit"""
     contestants: tuple[str, ...]
     rates: tuple[float, ...]
     """learning rates to choose from, in order: four, of which three are tried, or fewer, which are all tried"""
     rates_from: Task | None = None
     """another task, whose chosen learning rates are used"""
     seeds: int = 5
+    tuning_seeds: int = 1
+    """seeds over whose mean score the learning rate is chosen, beginning with ``TUNING_SEED``"""
     seconds: float
     """that a cell of MDN takes on one quiet core, for estimates"""
     steps: int
@@ -93,7 +111,8 @@ class Task(ABC):
     """numbers of steps after which the model is also tested"""
     metric: ClassVar[Metric] = ACCURACY
     _not_settings: ClassVar[tuple[str, ...]] = (
-        "name", "title", "contestants", "rates", "rates_from", "seeds", "seconds", "tuning_steps", "model"
+        "name", "title", "phrase", "contestants", "rates", "rates_from", "seeds", "tuning_seeds", "seconds",
+        "tuning_steps", "model",
     )  # fmt: skip
 
     def settings(self) -> dict[str, Any]:
@@ -154,7 +173,7 @@ class StudyCell:
 
     @property
     def steps(self) -> int:
-        tuning = self.seed == TUNING_SEED and self.task.tuning_steps is not None
+        tuning = self.seed >= TUNING_SEED and self.task.tuning_steps is not None
         return int(self.task.tuning_steps or 0) if tuning else self.task.steps
 
     @property
@@ -282,6 +301,7 @@ class Study:
                 contestants=task.contestants[:2],
                 rates=task.rates[:1],
                 seeds=1,
+                tuning_seeds=1,
                 steps=4,
                 checkpoints=(2,) if task.checkpoints else (),
                 tuning_steps=None,
@@ -319,23 +339,27 @@ class Study:
         tuned = task.rates_from or task
         cells = []
         for name in task.contestants:
-            ladder = [StudyCell(tuned, contestant(name), rate, TUNING_SEED) for rate in tuned.rates]
-            cells += self._three_of_four(ladder, out) if len(ladder) == 4 else ladder
+            rates = self._three_of_four(tuned, name, out) if len(tuned.rates) == 4 else tuned.rates
+            cells += [cell for rate in rates for cell in _tuning_cells(tuned, name, rate)]
         return cells
 
-    def _three_of_four(self, ladder: list[StudyCell], out: Path) -> list[StudyCell]:
-        """The middle two, and with their results the neighbour of the better one."""
-        middle = ladder[1:3]
-        scores = self._tuning_scores(middle, out)
+    def _three_of_four(self, tuned: Task, name: str, out: Path) -> tuple[float, ...]:
+        """The middle two rates, and with their results the neighbour of the better one."""
+        first, second = tuned.rates[1:3]
+        scores = self._tuning_scores(tuned, name, (first, second), out)
         if len(scores) < 2:
-            return middle
-        return ladder[:3] if scores[middle[0].name] > scores[middle[1].name] else ladder[1:]
+            return first, second
+        return tuned.rates[:3] if scores[first] > scores[second] else tuned.rates[1:]
 
-    def _tuning_scores(self, cells: list[StudyCell], out: Path) -> dict[str, float]:
-        """Mean scores of the recorded cells by name, the larger the better."""
-        results = finished(cells, out / self.name)
-        sign = {cell.name: 1 if cell.task.metric.higher_is_better else -1 for cell in cells}
-        return {name: sign[name] * mean_score(result) for name, result in results.items()}
+    def _tuning_scores(self, tuned: Task, name: str, rates: Sequence[float], out: Path) -> dict[float, float]:
+        """By rate, the mean score over the tuning seeds, the larger the better; a rate with a missing seed has none."""
+        sign = 1 if tuned.metric.higher_is_better else -1
+        scores = {}
+        for rate in rates:
+            results = finished(_tuning_cells(tuned, name, rate), out / self.name).values()
+            if len(results) == tuned.tuning_seeds:
+                scores[rate] = sign * statistics.fmean(map(mean_score, results))
+        return scores
 
     def reported_cells(self, task: Task, out: Path) -> list[StudyCell]:
         """Seed by seed, of the contestants whose learning rate has been chosen."""
@@ -345,21 +369,22 @@ class Study:
         ]
 
     def chosen_rates(self, task: Task, out: Path) -> dict[str, float]:
-        """By contestant, the learning rate with the best mean score on the tuning seed, once all have run."""
+        """By contestant, the learning rate with the best mean score over the tuning seeds, once all have run."""
+        tuned = task.rates_from or task
         cells = self.tuning_cells(task, out)
-        scores = self._tuning_scores(cells, out)
         chosen: dict[str, float] = {}
         for name in task.contestants:
-            mine = [cell for cell in cells if cell.contestant.name == name]
-            if all(cell.name in scores for cell in mine):
-                chosen[name] = max(mine, key=lambda cell: scores[cell.name]).learning_rate
+            rates = list(dict.fromkeys(cell.learning_rate for cell in cells if cell.contestant.name == name))
+            scores = self._tuning_scores(tuned, name, rates, out)
+            if len(scores) == len(rates):
+                chosen[name] = max(scores, key=lambda rate: scores[rate])
         return chosen
 
     def whole(self) -> StudySize:
         cells, seconds = 0, 0.0
         for task in self.tasks:
             costs = task.seconds * sum(contestant(name).cost for name in task.contestants)
-            tuning = 0 if task.rates_from else min(3, len(task.rates))
+            tuning = 0 if task.rates_from else min(3, len(task.rates)) * task.tuning_seeds
             cells += (tuning + task.seeds) * len(task.contestants)
             seconds += (tuning * (task.tuning_steps or task.steps) / task.steps + task.seeds) * costs
         return StudySize(cells, seconds)
@@ -381,6 +406,11 @@ class Study:
                 tuning = self.tuning_cells(task, out)
                 run_grid(tuning, job, out / self.name, processes, f"{label}: learning rates", limit)
             run_grid(self.reported_cells(task, out), job, out / self.name, processes, f"{label}: seeds", limit)
+
+
+def _tuning_cells(tuned: Task, name: str, rate: float) -> list[StudyCell]:
+    """One rate of a contestant with every tuning seed."""
+    return [StudyCell(tuned, contestant(name), rate, TUNING_SEED + number) for number in range(tuned.tuning_seeds)]
 
 
 def mean_score(result: dict[str, Any]) -> float:

@@ -15,7 +15,7 @@ from mdn.common.results import Table
 from mdn.experiments.grid import finished
 from mdn.experiments.studies.contestants import CONTESTANTS
 from mdn.experiments.studies.statistics import mean_interval
-from mdn.experiments.studies.study import Metric, Study, StudyCell, Task
+from mdn.experiments.studies.study import CORPUS, Metric, Study, StudyCell, Task
 
 Row = dict[str, Any]
 """a contestant in a task: its facts, ``seeds``, and ``scores`` with a list over the seeds for every test"""
@@ -30,15 +30,18 @@ def summarise(study: Study, out: Path) -> dict[str, Any]:
         tuning = finished(study.tuning_cells(task, out), out / study.name) if task.rates_from is None else {}
         cells = study.reported_cells(task, out)
         results = finished(cells, out / study.name)
+        check_same_text(task, {**tuning, **results})
         spent += sum(result["processor_seconds"] for result in (*tuning.values(), *results.values()))
         rows = [_row(name, task, cells, results) for name in task.contestants]
         tasks.append(
             {
                 "name": task.name,
                 "title": task.title,
+                "phrase": task.phrase or task.name,
                 "steps": task.steps,
                 "batch_tokens": task.settings().get("batch_tokens"),
                 "seeds": task.seeds,
+                "tuning_seeds": (task.rates_from or task).tuning_seeds,
                 "rates": task.rates,
                 "metric": vars(task.metric),
                 "baselines": next(iter(results.values()), {}).get("baselines", {}),
@@ -54,6 +57,21 @@ def summarise(study: Study, out: Path) -> dict[str, Any]:
         "processor_minutes": round(spent / 60, 1),
         "tasks": tasks,
     }
+
+
+def check_same_text(task: Task, results: dict[str, Any]) -> None:
+    """Refuses cells of one task that were trained on different texts: bits per byte of two texts are not comparable."""
+    by_size: dict[int, str] = {}
+    for name, result in results.items():
+        size = result.get("made with", {}).get(CORPUS)
+        if size is not None:
+            by_size.setdefault(size, name)
+    if len(by_size) > 1:
+        (size, first), (other, second), *_ = by_size.items()
+        raise ValueError(
+            f"cells of {task.name!r} were trained on different texts: {first} on {size:,} {CORPUS}, {second} on "
+            f"{other:,}; the standard library differs between versions of Python, so run all cells with one version"
+        )
 
 
 def _row(name: str, task: Task, cells: list[StudyCell], results: dict[str, Any]) -> Row:

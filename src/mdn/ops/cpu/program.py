@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,15 +83,14 @@ class _Recorder(TorchDispatchMode):
 
 def _repeated(operation: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """The operation done again by torch, its result written to where the first one is."""
-    if operation._schema.is_mutable:
-        return lambda: operation(*args, **kwargs)
     results = result if isinstance(result, tuple | list) else (result,)
     read = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    in_place = partial(operation, *args, **kwargs) if operation._schema.is_mutable else ()
     if not all(isinstance(x, Tensor) for x in results):
-        return None if read else ()  # a number that was read from a tensor, or one that no tensor decides
+        return in_place or (None if read else ())  # a number that was read from a tensor, or that no tensor decides
     inputs = {x.untyped_storage().data_ptr() for x in read}
     if all(x.untyped_storage().data_ptr() in inputs for x in results):
-        return ()  # a view by another name
+        return in_place  # what was changed, or a view by another name
 
     def repeat() -> None:
         again = operation(*args, **kwargs)

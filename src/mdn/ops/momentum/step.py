@@ -154,11 +154,11 @@ def prepared_once(
 
 
 def step_function(tensors: RuleTensors, state: StepState, settings: StepSettings) -> StepFunction:
-    """The step for tensors like these, checked. (A kind of step that was seen before keeps its backend, also if
-    MDN_BACKEND changes.)"""
+    """The step for tensors like these, checked."""
     if torch.compiler.is_compiling():
         return _prepared_step(tensors, state, settings)
-    run = prepared_once(settings, tensors, state, _prepared_step, tensors, state, settings)
+    requested = backends.requested_backend(settings.backend)  # MDN_BACKEND may change between two steps
+    run = prepared_once((settings, requested), tensors, state, _prepared_step, tensors, state, settings)
     S, M, _ = state
     if M is not None and S.data_ptr() == M.data_ptr() != 0:  # an address is no part of the signature
         raise ValueError("S and M of the state must be different memory to be updated in place, got the same twice")
@@ -177,9 +177,14 @@ def _prepared_step(tensors: RuleTensors, state: StepState, settings: StepSetting
     options = RuleOptions(scale, l2norm=settings.l2norm, p_times_alpha=p_times_alpha, lookahead=lookahead)
     features, family = features_of(tensors, lookahead), tensors.family
     chosen = backends.resolve(settings.backend, tensors.q, family, tensors.v, features=features)
+    flags = (options.scale, options.l2norm, options.p_times_alpha, lookahead, chosen)
+
+    def as_op(tensors: RuleTensors, state: StepState) -> Tensor:
+        o: Tensor = custom_op.momentum_delta_step(*tensors.of_tokens, *state, *flags)
+        return o
+
     if torch.compiler.is_compiling() or tensors.q.device.type == "meta":
-        flags = (options.scale, options.l2norm, options.p_times_alpha, lookahead, chosen)
-        return lambda tensors, state: custom_op.momentum_delta_step(*tensors.of_tokens, *state, *flags)
+        return as_op
     module = backends.backend_module(chosen, family)
     prepare = getattr(module, "prepared_step", None)
     prepared: StepFunction | None = None if prepare is None else prepare(tensors, state, options)
@@ -187,6 +192,9 @@ def _prepared_step(tensors: RuleTensors, state: StepState, settings: StepSetting
         return prepared
 
     def run(tensors: RuleTensors, state: StepState) -> Tensor:
+        # A recording (mdn.ops.cpu.program) sees what torch and the native kernel do. Of the others it sees the op only.
+        if chosen not in ("torch", "cpu") and torch._C._len_torch_dispatch_stack() > 0:
+            return as_op(tensors, state)
         with torch.no_grad(), without_autocast(tensors.q):
             o: Tensor = module.step_(tensors, state, options)
         return o

@@ -24,7 +24,7 @@ def last_output(o, scan, shape, WIDTH: tl.constexpr):
     """The last row [WIDTH] of o [tokens, HV, V] of a sequence; zeros of one that has no tokens."""
     columns = tl.arange(0, WIDTH)
     row = ((scan.begin + scan.length - 1) * shape.HV + scan.head) * shape.V
-    return tl.load(o + row + columns, mask=(columns < shape.V) & (scan.length > 0), other=0.0)
+    return tl.load(o + row + columns, mask=columns < tl.where(scan.length > 0, shape.V, 0), other=0.0)
 
 
 @triton.jit
@@ -96,8 +96,8 @@ def contain_kernel(
         for turn in range(chunks * tl.cdiv(V, BV)):
             number = turn % chunks
             tile = scan_of(tl.program_id(0), turn // chunks * BV, cu_seqlens, time, shape, PACKED)
-            if number == 0:
-                X = load_states(initial_state, tile, sequences, shape, COMPUTE)
+            # A branch around the load would spill: 216 bytes on sm_80 with a pack and initial states.
+            X = tl.where(number == 0, load_states(initial_state, tile, sequences, shape, COMPUTE), X)
             X = forward_turn(
                 X, q, k, p, v, attend, erase if REFINE else None, inverse, vectors, o, residual, tile, number,
                 shape, arithmetic, PIECE, True,

@@ -201,7 +201,9 @@ class Pass:
             self.value_dim,
             self.operand_dtype.itemsize,
             target_of(self.tensors.q.device),
+            chunk_size=self.chunk_size,
             given_p=self.tensors.p is not None,
+            grouped=self.value_heads > self.key_heads,
             heads=self.sequences * self.value_heads,
         )
         start(kernel, (programs(tile),), tile, self.arguments | {"BV": tile.value_block})

@@ -1,24 +1,28 @@
 """`python -m mdn.ops.triton.selftest [FILE]`: the kernels on the GPU that is here, through the public functions.
 
-Every case is isolated: one that fails or crashes does not hide the others. Errors are the largest of any output or
-gradient against the float64 recurrence, relative to the largest value. Exit code 0 if all pass, 1 if one does not, 2 if
-there is nothing to test on. The same lines go to FILE (default mdn-selftest.txt): please send it back in any case.
-With TRITON_INTERPRET=1 the small cases run, slowly, on the CPU.
+Every check runs in a process of its own, with a time limit: after an illegal memory access a process cannot use the GPU
+any more, and a check that crashes or hangs must not hide the others. Errors are the largest of any output or gradient
+against the float64 recurrence, relative to the largest value. Exit code 0 if all pass, 1 if one does not, 2 if there is
+nothing to test on. The same lines go to FILE (default mdn-selftest.txt): please send it back in any case.
+`--only NAME` runs one check, without isolation. With TRITON_INTERPRET=1 the small checks run, slowly, on the CPU.
 """
 
 from __future__ import annotations
 
+import argparse
+import faulthandler
+import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +32,10 @@ from mdn.ops.triton.availability import interpreting, triton_version, why_unavai
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 BITWISE_REPEATS = 20
+TIME_LIMIT = 900
+"""seconds for one check, which include building its kernels"""
+COMMAND = [sys.executable, "-m", "mdn.ops.triton.selftest"]
+"""what starts a check in a process of its own, with ``--only NAME``"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,6 @@ CASES = (
     Case("bfloat16, pack", torch.bfloat16, 160, 1, 2, 128, 64, 64, False, (0, 1, 90, 64, 0, 5)),
 )
 LARGE = Case("large", torch.bfloat16, 1024, 16, 16, 128, 256, batch=8)
-GATES = ("log_alpha", "log_mu", "beta", "eta")
 
 
 def make_inputs(case: Case, device: torch.device) -> dict[str, Tensor]:
@@ -126,10 +133,12 @@ def run_decode(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def run_repeats(device: torch.device) -> float:
-    """A grid that fills the GPU, again and again: any bit that differs is a race. 0, or infinity."""
+    """A grid that fills the GPU, again and again: any bit that differs is a race. 0, or infinity, or NaN."""
     tensors = make_inputs(LARGE, device)
     rule = mdn.ops.chunk_momentum_delta_rule
     first = outputs_and_gradients(rule, tensors, LARGE, backend="triton")
+    if not all(x.isfinite().all() for x in first):
+        return float("nan")
     for _ in range(BITWISE_REPEATS):
         again = outputs_and_gradients(rule, tensors, LARGE, backend="triton")
         if not all(torch.equal(a, b) for a, b in zip(first, again)):
@@ -149,10 +158,7 @@ def run_generate(device: torch.device) -> float:
     written = {}
     for backend in ("triton", "torch"):
         os.environ["MDN_BACKEND"] = backend
-        try:
-            written[backend] = model.generate(prompt, max_new_tokens=8, do_sample=False)
-        finally:
-            del os.environ["MDN_BACKEND"]
+        written[backend] = model.generate(prompt, max_new_tokens=8, do_sample=False)
     return float((written["triton"] != written["torch"]).sum())
 
 
@@ -180,40 +186,118 @@ def run_graph(device: torch.device) -> float:
 
 
 def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    worst = 0.0
-    for mine, right in zip(found, expected, strict=True):
-        error = ((mine.double().cpu() - right).abs().max() / right.abs().max().clamp_min(1e-30)).item()
-        worst = max(worst, error if error == error else float("inf"))
-    return worst
+    """NaN if there is one, in any of the tensors."""
+    errors = [
+        (mine.double().cpu() - right).abs().max() / right.abs().max().clamp_min(1e-30)
+        for mine, right in zip(found, expected, strict=True)
+    ]
+    return torch.stack(errors).max().item()  # Python's max would drop a NaN that is not the first
+
+
+# ------------------------------------------------------------------------------------------------- what ran, and where
 
 
 def describe(device: torch.device) -> list[str]:
-    """What ran where: the versions that matter when something fails."""
-    version = triton_version()
-    lines = [
-        f"torch {torch.__version__}, Triton {'.'.join(map(str, version or ()))}, Python {platform.python_version()}"
-    ]
+    """The versions that matter when something fails."""
+    version = ".".join(map(str, triton_version() or ()))
+    lines = [f"torch {torch.__version__}, Triton {version}, Python {platform.python_version()}"]
     if interpreting():
         return [*lines, "Triton's interpreter on the CPU"]
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip:  # its Triton has the assembler inside
+        architecture = torch.cuda.get_device_properties(device).gcnArchName
+        return [*lines, f"{name}, {architecture}, ROCm {torch.version.hip}"]
     major, minor = torch.cuda.get_device_capability(device)
-    lines.append(f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, CUDA {torch.version.cuda}")
-    for command in (("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), (_ptxas(), "--version")):
-        try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()
-            lines.append(f"{Path(command[0]).name}: {answer[-1] if answer else '?'}")
-        except (OSError, subprocess.TimeoutExpired):
-            lines.append(f"{command[0]}: not found")
-    return lines
+    driver = printed_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return [
+        *lines,
+        f"{name}, compute capability {major}.{minor}, CUDA {torch.version.cuda}, driver {driver}",
+        assembler(10 * major + minor),
+    ]
 
 
-def _ptxas() -> str:
-    import triton
+def assembler(architecture: int) -> str:
+    """Which ptxas Triton calls for this GPU, and the variable that replaces it. Triton itself is asked: which of its
+    two it takes has changed between versions."""
+    try:
+        from triton import knobs
+        from triton.backends.nvidia.compiler import get_ptxas
 
-    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    return os.environ.get("TRITON_PTXAS_PATH", str(bundled))
+        tool = get_ptxas(architecture)
+        variable = "TRITON_PTXAS_PATH" if tool == knobs.nvidia.ptxas else "TRITON_PTXAS_BLACKWELL_PATH"
+    except Exception as error:  # a description must not stop the test
+        return f"ptxas: {type(error).__name__}: {error}"
+    return f"{tool.path}: {printed_line(tool.path, '--version', word='release')} ({variable} replaces it)"
+
+
+def printed_line(*command: str, word: str = "") -> str:
+    """The first line with this word that a program prints."""
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return next((line.strip() for line in printed.splitlines() if word in line), "unknown")
+
+
+# -------------------------------------------------------------------------------------------------- one by one, apart
+
+
+class Check(NamedTuple):
+    name: str
+    allowed: float
+    run: Callable[[], float]
+    """the error"""
+
+
+def all_checks(device: torch.device) -> list[Check]:
+    checks = [Check(case.name, TOLERANCE[case.dtype], partial(run_case, case, device)) for case in CASES]
+    checks += [Check(f"decode, {dtype}", TOLERANCE[dtype], partial(run_decode, dtype, device)) for dtype in TOLERANCE]
+    checks.append(Check("generate with a tiny model", 0.0, partial(run_generate, device)))
+    if not interpreting():
+        checks.append(Check("decode in a CUDA graph", 1e-6, partial(run_graph, device)))
+        checks.append(Check(f"large grid, {BITWISE_REPEATS} times bit for bit", 0.0, partial(run_repeats, device)))
+    return checks
+
+
+def run_here(check: Check) -> None:
+    """In the process of the check: print its error and its seconds as a line of JSON."""
+    faulthandler.enable()  # so that a segmentation fault says where it was
+    if interpreting():
+        from mdn.bench.gpu.interpreter import repair
+
+        repair()
+    began = time.monotonic()
+    error = check.run()
+    print(json.dumps({"error": error, "seconds": time.monotonic() - began}))
+
+
+def run_apart(check: Check, say: Callable[[str], None]) -> bool:
+    """A line of the table about a check in a process of its own. True if it passed."""
+    try:
+        done = subprocess.run(
+            [*COMMAND, "--only", check.name], capture_output=True, text=True, errors="replace", timeout=TIME_LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        say(f"{check.name:<38}   NO ANSWER after {TIME_LIMIT} seconds")
+        return False
+    answer = next((line for line in done.stdout.splitlines() if line.startswith('{"error"')), None)
+    if done.returncode != 0 or answer is None:
+        code = done.returncode
+        say(f"{check.name:<38}   CRASHED: {signal.strsignal(-code) if code < 0 else f'exit code {code}'}")
+        for line in done.stderr.splitlines()[-20:]:
+            say(f"    {line}")
+        return False
+    error, seconds = json.loads(answer).values()
+    passed: bool = error <= check.allowed  # not true of NaN
+    say(f"{check.name:<38}{error:>10.1e}{check.allowed:>10.0e}{seconds:>9.1f}{'' if passed else '   FAILED'}")
+    return passed
 
 
 def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m mdn.ops.triton.selftest")
+    parser.add_argument("file", nargs="?", type=Path, default=Path("mdn-selftest.txt"), help="where the report goes")
+    parser.add_argument("--only", metavar="NAME", help="run one check in this process and print its error as JSON")
+    options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reason = why_unavailable(device)
     if reason is not None:
@@ -221,48 +305,34 @@ def main(arguments: list[str]) -> int:
             reason = f"torch {torch.__version__} finds no GPU here; TRITON_INTERPRET=1 runs the small cases on the CPU"
         print(f"no test was run: {reason}")
         return 2
-    checks: list[tuple[str, float, Callable[[], float]]] = [
-        (case.name, TOLERANCE[case.dtype], partial(run_case, case, device)) for case in CASES
-    ]
-    checks += [(f"decode, {dtype}", TOLERANCE[dtype], partial(run_decode, dtype, device)) for dtype in TOLERANCE]
-    checks.append(("generate with a tiny model", 0.0, partial(run_generate, device)))
-    if interpreting():
-        from mdn.bench.gpu.interpreter import repair
+    checks = all_checks(device)
+    if options.only is None:
+        return report(checks, describe(device), options.file)
+    chosen = [check for check in checks if check.name == options.only]
+    if not chosen:
+        parser.error(f"--only must be one of: {'; '.join(check.name for check in checks)}")
+    run_here(chosen[0])
+    return 0
 
-        repair()
-    else:
-        checks.append(("decode in a CUDA graph", 1e-6, partial(run_graph, device)))
-        checks.append((f"large grid, {BITWISE_REPEATS} times bit for bit", 0.0, partial(run_repeats, device)))
-    with Path(arguments[0] if arguments else "mdn-selftest.txt").open("w") as report:
+
+def report(checks: list[Check], description: list[str], path: Path) -> int:
+    """Print and write a line for every check as soon as it is done."""
+    with path.open("w") as file:
 
         def say(line: str) -> None:
             print(line, flush=True)
-            print(line, file=report, flush=True)
+            print(line, file=file, flush=True)
 
-        for line in (*describe(device), f"{'case':<38}{'error':>10}{'allowed':>10}{'seconds':>9}"):
+        for line in (*description, f"{'case':<38}{'error':>10}{'allowed':>10}{'seconds':>9}"):
             say(line)
-        failed = sum(not run_check(*check, say) for check in checks)
+        failed = sum(not run_apart(check, say) for check in checks)
         say(f"{len(checks) - failed} of {len(checks)} passed")
         if failed and not interpreting():
-            say('use backend="torch" or MDN_BACKEND=torch until this is solved; on Hopper also try a newer assembler:')
-            say("TRITON_PTXAS_PATH=/path/to/ptxas of CUDA 13.3 or newer")
-        say(f"please send {report.name} back, whatever it says")
+            say('use backend="torch" or MDN_BACKEND=torch until this is solved')
+            if not torch.version.hip:
+                say("on Hopper also try the ptxas of CUDA 13.3 or newer, by the variable that is named above")
+        say(f"please send {path} back, whatever it says")
     return 1 if failed else 0
-
-
-def run_check(name: str, allowed: float, check: Callable[[], float], say: Callable[[str], None]) -> bool:
-    """One line of the table; a crash is a failure of its own."""
-    began = time.monotonic()
-    try:
-        error = check()
-    except Exception as crash:
-        say(f"{name:<38}   CRASHED: {type(crash).__name__}: {crash}")
-        say(traceback.format_exc(limit=-3).rstrip())
-        return False
-    passed = error <= allowed
-    verdict = "" if passed else "   FAILED"
-    say(f"{name:<38}{error:>10.1e}{allowed:>10.0e}{time.monotonic() - began:>9.1f}{verdict}")
-    return passed
 
 
 if __name__ == "__main__":

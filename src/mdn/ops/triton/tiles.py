@@ -75,9 +75,19 @@ def choose_chunk_size(wanted: int, key_dim: int, target: str) -> int:
 
 
 def choose_tile(
-    kernel: str, key_dim: int, value_dim: int, itemsize: int, target: str, given_p: bool = False, heads: int = 1024
+    kernel: str,
+    key_dim: int,
+    value_dim: int,
+    itemsize: int,
+    target: str,
+    *,
+    chunk_size: int = 64,
+    given_p: bool = False,
+    grouped: bool = False,
+    heads: int = 1024,
 ) -> Tile:
-    """The tile of a kernel for operands of ``itemsize`` bytes and ``heads`` sequences times value heads."""
+    """The tile of a kernel for operands of ``itemsize`` bytes and ``heads`` sequences times value heads, ``grouped`` if
+    several value heads share a key head."""
     large = power_of_two(key_dim) > 128
     heads = heads if _assumed_heads is None else _assumed_heads
     if itemsize > 2:
@@ -89,7 +99,10 @@ def choose_tile(
         # Too few programs to fill the GPU: narrower tiles make more of them, and each turn of the loop is shorter.
         tile = replace(tile, value_block=max(16, tile.value_block // 2), warps=max(4, tile.warps // 2))
     if given_p and power_of_two(key_dim) > 64:
-        tile = replace(tile, stages=max(1, tile.stages - 1))  # a third [C, K] operand in shared memory
+        # A third [C, K] operand takes the shared memory of one stage. With K <= 128 two stages fit nevertheless.
+        tile = replace(tile, stages=max(1 if large else min(2, tile.stages), tile.stages - 1))
+    if (kernel == "forward_states" and chunk_size < 64) or (kernel == "backward_inputs" and grouped):
+        tile = replace(tile, stages=min(2, tile.stages))  # a third one spills
     return replace(tile, value_block=min(tile.value_block, power_of_two(value_dim)))
 
 

@@ -1,0 +1,295 @@
+"""What a study found, in sentences: the two that answer its question, the comparisons one by one, the paper's claim.
+
+Every number and every verdict comes from the summary of the recorded cells. What has missing seeds is left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mdn.experiments.studies.catalogue import STUDIES
+from mdn.experiments.studies.contestants import CONTESTANTS
+from mdn.experiments.studies.findings import FIRST, LEVEL, SECOND, UNDECIDED, Finding, findings, labels
+from mdn.experiments.studies.statistics import is_told_apart
+from mdn.experiments.studies.study import EQUAL_PARAMETERS, EQUAL_STATE, NO_BREAK, Comparison
+from mdn.experiments.studies.summary import label, mean_curve, metric_of, seed_means
+
+Sentences = tuple[str, str]
+"""without their full stops"""
+MU_ZERO = Comparison("mdn", "mu0", "equal parameters")
+
+
+def listed(items: Sequence[str], last: str = "and") -> str:
+    """ "a, b and c"."""
+    return f"{', '.join(items[:-1])} {last} {items[-1]}" if len(items) > 1 else "".join(items)
+
+
+def joined(clauses: Sequence[str]) -> str:
+    """Clauses as one sentence: "a, b, and c"."""
+    return f"{', '.join(clauses[:-1])}, and {clauses[-1]}" if len(clauses) > 1 else "".join(clauses)
+
+
+def paragraph(sentences: Sequence[str], begin: str = "") -> str:
+    """``begin`` stands before the first line, as wide as the indent of the others."""
+    words = " ".join(f"{sentence}." for sentence in sentences)
+    options: Any = {"break_long_words": False, "break_on_hyphens": False}
+    text = textwrap.fill(words, 118, initial_indent=begin, subsequent_indent=" " * len(begin), **options)
+    return text.replace(NO_BREAK, " ")
+
+
+def answer(content: dict[str, Any]) -> str:
+    """Two sentences; the second also says how much of the study is missing."""
+    first, second = ANSWERS.get(content["study"], equal_parameters_and_state)(content)
+    if content["cells"] < content["of"]:
+        second += f", with {content['cells']} of {content['of']} cells recorded so far"
+    return paragraph([first, second])
+
+
+def further(content: dict[str, Any]) -> str:
+    """A point per comparison that is not spelt out in the answer."""
+    points = []
+    for comparison in STUDIES[content["study"]].comparisons:
+        found = clauses(content, comparison)
+        if found and comparison != EQUAL_PARAMETERS:
+            equal = comparison.what[0].upper() + comparison.what[1:]
+            points.append(paragraph([f"{equal}: {joined(found)}"], begin="- "))
+    return "\n".join(points) or "Nothing is decided yet."
+
+
+# --------------------------------------------------------------------------------------------- one comparison at a time
+
+
+def clauses(content: dict[str, Any], comparison: Comparison) -> list[str]:
+    """Who is better on which tasks, a clause per verdict: "MDN is better than GDN on the resonator (...)"."""
+    first, second = labels(comparison)
+    found: dict[str, list[Finding]] = {FIRST: [], SECOND: [], LEVEL: [], UNDECIDED: []}
+    for finding in findings(content, comparison):
+        found[finding.verdict()].append(finding)
+    said = []
+    if found[FIRST]:
+        said.append(f"{first} is better than {second} on {_with_means(found[FIRST])}")
+    if found[SECOND]:
+        said.append(f"{second} is better than {first} on {_with_means(found[SECOND], swapped=True)}")
+    if found[LEVEL]:
+        # After one clause "the two" are named, and their numbers follow in the same order.
+        pair = "the two" if len(said) == 1 else f"{first} and {second}"
+        swapped = len(said) == 1 and not found[FIRST]
+        said.append(f"{pair} cannot be told apart on {_with_means(found[LEVEL], swapped)}")
+    return said
+
+
+def _with_means(found: list[Finding], swapped: bool = False) -> str:
+    means = [finding.means[::-1] if swapped else finding.means for finding in found]
+    return listed(
+        [f"{finding.task['phrase']} ({finding.metric.in_words(*pair)})" for finding, pair in zip(found, means)]
+    )
+
+
+def equal_parameters_and_state(content: dict[str, Any]) -> Sentences:
+    """The answer of a study of MDN against GDN."""
+    return equal_parameters(content), equal_state(content)
+
+
+def equal_parameters(content: dict[str, Any]) -> str:
+    found = clauses(content, EQUAL_PARAMETERS)
+    return f"With equal parameters, {joined(found)}" if found else "With equal parameters nothing is decided yet"
+
+
+def equal_state(content: dict[str, Any]) -> str:
+    """Both comparisons at equal state in one sentence, without numbers."""
+    verdicts: dict[str, list[str]] = {}
+    for comparison in EQUAL_STATE:
+        for finding in findings(content, comparison):
+            verdicts.setdefault(finding.task["phrase"], []).append(finding.verdict())
+
+    def on(*kind: str) -> str:
+        """The tasks with these two verdicts, in either order."""
+        return listed([task for task, pair in verdicts.items() if sorted(pair) == sorted(kind)])
+
+    found = []
+    for better, worse, verdict in (("MDN", "GDN", FIRST), ("GDN", "MDN", SECOND)):
+        where = [f"on {on(verdict, verdict)} in both comparisons"] if on(verdict, verdict) else []
+        where += [f"on {on(verdict, LEVEL)} in one of two comparisons"] if on(verdict, LEVEL) else []
+        if where:
+            found.append(f"{better} is better than {worse} {listed(where)}")
+    if on(FIRST, SECOND):
+        found.append(f"the two comparisons contradict each other on {on(FIRST, SECOND)}")
+    if on(LEVEL, LEVEL):
+        found.append(f"{'the two' if len(found) == 1 else 'MDN and GDN'} cannot be told apart on {on(LEVEL, LEVEL)}")
+    return f"With equal state, {joined(found)}" if found else "With equal state nothing is decided yet"
+
+
+# ------------------------------------------------------------------------------------------- studies with other answers
+
+
+def half_way(task: dict[str, Any], test: str, score: float) -> bool:
+    """Whether a score of a test is at least half way from knowing nothing to perfect.
+
+    Knowing nothing is chance, where the task records it, else the worst score of the metric: no right answer, the error
+    of predicting zero or no change, 8 bits per byte.
+    """
+    metric = metric_of(task)
+    nothing = task["baselines"]["chance"][test] if "chance" in task["baselines"] else metric.worst
+    middle = (nothing + (1.0 if metric.higher_is_better else 0.0)) / 2
+    return score == middle or metric.better(score, middle)
+
+
+def state_tracking(content: dict[str, Any]) -> Sentences:
+    """Who follows a state at four times the length of training, and MDN against GDN."""
+    followed, lost = [], []
+    for task in content["tasks"]:
+        means = {label(row): statistics.fmean(row["scores"]["4x"]) for row in task["rows"]}
+        able = {name: mean for name, mean in means.items() if half_way(task, "4x", mean)}
+        if able:
+            scores = listed([metric_of(task).shown(mean) for mean in able.values()])
+            verb = "follow" if len(able) > 1 else "follows"
+            followed.append(f"{listed(list(able))} {verb} {task['phrase']} ({scores}{NO_BREAK}%)")
+        elif means:
+            lost.append(task["phrase"])
+    if lost:
+        followed.append(f"no model follows {listed(lost, 'or')}")
+    if not followed:
+        return "Nothing is decided yet at four times the length of training", equal_parameters(content)
+    return f"At four times the length of training, {joined(followed)}", equal_parameters(content)
+
+
+def ablation(content: dict[str, Any]) -> Sentences:
+    """Which rows differ from MDN."""
+    found: dict[str, list[Finding]] = {FIRST: [], SECOND: [], LEVEL: [], UNDECIDED: []}
+    for comparison in STUDIES["ablation"].comparisons:
+        for finding in findings(content, comparison):
+            found[finding.verdict()].append(finding)
+    decided = found[FIRST] + found[SECOND] + found[LEVEL]
+    if not decided:
+        return "No row has all of its seeds yet", "Nothing is decided"
+    metric, mdn = decided[0].metric, decided[0].means[0]
+
+    def rows(kind: str) -> list[str]:
+        ordered = sorted(found[kind], key=lambda finding: finding.means[1])
+        return [f"{labels(finding.comparison)[1]} at {metric.shown(finding.means[1])}" for finding in ordered]
+
+    better, worse = rows(SECOND), rows(FIRST)
+    level = [labels(finding.comparison)[1] for finding in found[LEVEL]]
+    reference = f"MDN at {metric.in_words(mdn)}"
+    first = (
+        f"{listed(better)} {_is(better)} better than {reference}" if better else f"no row is better than {reference}"
+    )
+    second = f"{listed(worse)} {_is(worse)} worse" if worse else "no row is worse"
+    rest = f"cannot be told apart from it: {listed(level)}" if level else "can be told apart from it"
+    others = "The other rows" if level else "All rows"
+    return f"With a learning rate for every row, {first}, and {second}", f"{others} {rest}"
+
+
+def _is(items: Sequence[str]) -> str:
+    return "are" if len(items) > 1 else "is"
+
+
+def language(content: dict[str, Any]) -> Sentences:
+    """MDN against mu = 0 and GDN after 4 million tokens, and whether the gap to mu = 0 lasts."""
+    short = content | {"tasks": [task for task in content["tasks"] if task["name"] == "4M tokens"]}
+    found = [clause for comparison in (MU_ZERO, EQUAL_PARAMETERS) for clause in clauses(short, comparison)]
+    first = f"With equal parameters, {joined(found)}" if found else "After 4 million tokens nothing is decided yet"
+    return first, lasting_gap(content)
+
+
+def lasting_gap(content: dict[str, Any]) -> str:
+    """Does the gap to mu = 0 last? From the curves of the longest runs, after 1, 4 and 12 million tokens."""
+    task = content["tasks"][-1]
+    rows = {row["contestant"]: row for row in task["rows"] if len(row["seeds"]) == task["seeds"]}
+    missing = [CONTESTANTS[name].label for name in ("mdn", "mu0") if name not in rows]
+    if missing:
+        return (
+            f"Whether the gap to mu = 0 lasts is open: the runs of {listed(missing)} over 12 million tokens are missing"
+        )
+    curves = {name: mean_curve(rows[name], task["steps"]) for name in ("mdn", "mu0")}
+    steps = {round(number * task["batch_tokens"] / 1e6): number for number in curves["mdn"]}
+    gaps = {millions: curves["mdn"][steps[millions]] - curves["mu0"][steps[millions]] for millions in (1, 4, 12)}
+    shown = [f"{metric_of(task).shown(gap)} after {millions} million" for millions, gap in gaps.items()]
+    begin, end = gaps[1], gaps[12]
+    if not is_told_apart(seed_means(rows["mdn"]), seed_means(rows["mu0"])):
+        verdict = "so that it can no longer be told from zero"
+    elif begin * end < 0:
+        verdict = "so that it changes its sign"
+    elif abs(end) < abs(begin) / 2:
+        verdict = "so that it shrinks to less than half but remains"
+    else:
+        verdict = "so that it lasts"
+    return f"In bits per byte, MDN minus mu = 0 is {listed(shown)} tokens, {verdict}"
+
+
+ANSWERS: dict[str, Callable[[dict[str, Any]], Sentences]] = {
+    "state-tracking": state_tracking,
+    "ablation": ablation,
+    "language": language,
+}
+"""by study; the others answer with ``equal_parameters_and_state``"""
+
+
+# ---------------------------------------------------------------------------------------------------- further sentences
+
+
+def claim(content: dict[str, Any]) -> str:
+    """What the recorded comparisons say about the paper's claim."""
+    by_pair = {(entry.first, entry.second): entry for entry in STUDIES[content["study"]].comparisons}
+    if content["study"] == "retrieval":
+        return paragraph(
+            [
+                f"That MDN is better than Gated DeltaNet is {_confirmed(content, EQUAL_PARAMETERS)}",
+                f"That the bounds cost Gated DeltaNet accuracy is {_confirmed(content, by_pair['gdn', 'gdn-bounds'])}",
+                f"That momentum helps within the bounds is {_confirmed(content, by_pair['mdn', 'mu0'])}",
+            ]
+        )
+    if content["study"] == "language":
+        short = [entry for entry in findings(content, EQUAL_PARAMETERS) if entry.task["name"] == "4M tokens"]
+        if not short or short[0].verdict() == UNDECIDED:
+            return paragraph(["Whether this is so here is open until the runs of MDN and GDN are recorded"])
+        confirmed = "confirmed" if short[0].verdict() == LEVEL else "not confirmed"
+        return paragraph([f"At this scale this is {confirmed}: {joined(clauses(content, EQUAL_PARAMETERS))}"])
+    raise ValueError(f"no sentences on the paper's claim are generated for {content['study']!r}")
+
+
+def _confirmed(content: dict[str, Any], comparison: Comparison) -> str:
+    """Whether the first of a comparison is better, and where."""
+    found = findings(content, comparison)
+    where = [entry.task["phrase"] for entry in found if entry.verdict() == FIRST]
+    against = [entry.task["phrase"] for entry in found if entry.verdict() == SECOND]
+    if all(entry.verdict() == UNDECIDED for entry in found):
+        return "not decided yet"
+    said = f"confirmed on {listed(where)}" if where else "confirmed on no task"
+    return f"{said}, and the opposite holds on {listed(against)}" if against else said
+
+
+def best(content: dict[str, Any]) -> str:
+    """The best mean of any model by test, a sentence per task."""
+    sentences = []
+    for task in content["tasks"]:
+        metric = metric_of(task)
+        pick = max if metric.higher_is_better else min
+        tests = {test: [statistics.fmean(row["scores"][test]) for row in task["rows"]] for test in _tests(task)}
+        found = listed([f"{metric.shown(pick(means))} at {test}" for test, means in tests.items()])
+        sentences.append(f"The best mean of any model on {task['phrase']} is {found}")
+    return paragraph(sentences)
+
+
+def baselines(content: dict[str, Any]) -> str:
+    """In how many tests a baseline is better than every model."""
+    sentences = []
+    for task in content["tasks"]:
+        metric = metric_of(task)
+        for name, scores in task["baselines"].items():
+            lost = [
+                test
+                for test in _tests(task)
+                if not all(metric.better(scores[test], statistics.fmean(row["scores"][test])) for row in task["rows"])
+            ]
+            count = f"{len(scores) - len(lost)} of {len(scores)} tests"
+            exceptions = f" (all but {listed(lost)})" if lost else ""
+            sentences.append(f"The {name} is better than every model in {count}{exceptions}")
+    return paragraph(sentences)
+
+
+def _tests(task: dict[str, Any]) -> list[str]:
+    return list(task["rows"][0]["scores"]) if task["rows"] else []
