@@ -11,8 +11,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conformance import Case, answer, assert_within_budgets, backend_form, inputs_of
-from definition import leaves, make_inputs, momentum_delta_rule, relative_error, run_with_gradients
+from conformance import (
+    ROUNDINGS_IN_A_ROW,
+    Case,
+    answer,
+    assert_within_budgets,
+    backend_form,
+    budgets,
+    error_by_head,
+    inputs_of,
+)
+from definition import Tensors, leaves, make_inputs, momentum_delta_rule, relative_error, run_with_gradients
 from mdn.bench.emulator import EmulatedGPU
 from mdn.ops import chunk_momentum_delta_rule, momentum_delta_step
 
@@ -40,7 +49,7 @@ SLOW = (
     case_of(torch.bfloat16, 64, 64, 64, T=260),  # pipelines of three stages come round
     case_of(torch.bfloat16, 64, 48, 16, rule="lookahead", **PROBED),
     case_of(torch.bfloat16, 96, 64, 32, rule="general", **PROBED),
-    case_of(torch.bfloat16, 128, 128, 64, **PACK),
+    case_of(torch.bfloat16, 128, 128, 64, with_state=True, **PACK),
     case_of(torch.bfloat16, 128, 256, 64, rule="lookahead", with_p=True, **GROUPED),
     case_of(torch.bfloat16, 128, 512, 64),
     case_of(torch.bfloat16, 256, 64, 64, l2norm=False),
@@ -50,7 +59,6 @@ SLOW = (
     case_of(torch.float16, 128, 64, 32, **GROUPED),
     case_of(torch.float32, 64, 64, 64),
     case_of(torch.float32, 96, 48, 32, rule="lookahead", **PROBED),
-    # In 16 bits the one-token sequence of a pack with states is the rounding of its state, which no budget counts.
     case_of(torch.float32, 128, 32, 16, l2norm=False, with_state=True, **PACK),
     case_of(torch.float32, 256, 16, 64, with_state=True),
 )
@@ -67,11 +75,24 @@ def check_pass(target: str, case: Case) -> EmulatedGPU:
     with gpu.emulate():
         actual = run_with_gradients(backend_form(case, "triton"), leaves(inputs_of(case)))
     assert not gpu.races
-    assert_within_budgets(case, "triton", actual)
     if case.dtype == torch.float32:
+        assert_within_budgets(case, "triton", actual)
         errors = {name: relative_error(x, answer(case).exact[name]) for name, x in actual.items()}
         assert max(errors.values()) < FLOAT32_BAR, errors
+    else:
+        assert_within_16_bit_budgets(case, actual)
     return gpu
+
+
+def assert_within_16_bit_budgets(case: Case, actual: Tensors) -> None:
+    """The budgets move inputs at random. In the gradient of a gate, a sum of K V products, such moves cancel by chance,
+    and given states are not moved at all; so as many roundings in a row of the result itself are always allowed."""
+    least = ROUNDINGS_IN_A_ROW * torch.finfo(case.dtype).eps / 2
+    exact, allowed = answer(case).exact, budgets(case, "triton")
+    assert actual.keys() == exact.keys()
+    errors = {name: error_by_head(case, name, x, exact[name]) for name, x in actual.items()}
+    over = {name: error for name, error in errors.items() if not error <= max(least, allowed[name])}
+    assert not over, (over, allowed)
 
 
 def test_forward_and_backward_agree_with_the_recurrence():

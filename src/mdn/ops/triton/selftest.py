@@ -53,6 +53,8 @@ class Case:
     given_p: bool = False
     lengths: tuple[int, ...] | None = None
     batch: int = 1
+    general: bool = False
+    """a direct write and the look-ahead error"""
 
 
 CASES = (
@@ -64,6 +66,7 @@ CASES = (
     Case("bfloat16, grouped value heads", torch.bfloat16, 150, 2, 4, 128, 128),
     Case("float32, given p, chunk 32", torch.float32, 100, 1, 2, 64, 48, 32, True),
     Case("float32, chunk 16", torch.float32, 70, 1, 1, 32, 32, 16),
+    Case("float32, direct write and look-ahead", torch.float32, 100, 1, 2, 64, 48, 32, general=True),
     Case("bfloat16, pack", torch.bfloat16, 160, 1, 2, 128, 64, 64, False, (0, 1, 90, 64, 0, 5)),
 )
 LARGE = Case("large", torch.bfloat16, 1024, 16, 16, 128, 256, batch=8)
@@ -89,6 +92,8 @@ def make_inputs(case: Case, device: torch.device) -> dict[str, Tensor]:
     tensors["log_alpha"] = torch.where(gate() < 0.05, torch.tensor(-12.0), -0.2 * gate())
     tensors["log_mu"] = torch.where(gate() < 0.1, torch.tensor(-float("inf")), -3.0 * gate() ** 2)
     tensors |= {"beta": 0.5 * gate(), "eta": 1.5 * gate(), "initial_state": state}
+    if case.general:
+        tensors["direct"] = 0.5 * gate()
     return {name: x.to(device) for name, x in tensors.items()}
 
 
@@ -98,6 +103,7 @@ def outputs_and_gradients(
     """o, the final state and the gradients of all inputs, for one fixed loss."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
     lengths = None if case.lengths is None else torch.tensor([0, *case.lengths]).cumsum(0).to(tensors["q"].device)
+    options |= {"lookahead": True} if case.general else {}
     o, final_state = rule(**leaves, cu_seqlens=lengths, output_final_state=True, **options)
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(x.shape, generator=generator).to(tensors["q"].dtype).to(x) for x in (o, final_state)]
