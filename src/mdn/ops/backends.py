@@ -164,7 +164,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(why: str) -> None:
-    """Nobody should compute without the kernels on a GPU and not know it."""
+    """A user who computes without the kernels on a GPU should know it."""
     if why not in _warned:
         _warned.add(why)
         logging.getLogger("mdn").warning(
