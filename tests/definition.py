@@ -408,7 +408,7 @@ def make_inputs(
         tensors |= {"p": p} if with_p else {}
         tensors |= {"initial_state": draw.normal(2, N, HV, K, V)} if with_state else {}
         if rule != "momentum":
-            tensors["direct"] = draw.scatter(draw.uniform(B, T, HV), 0.0, 1.0, share=0.1)
+            tensors["direct"] = draw.scatter(draw.uniform(B, T, HV), 0.0, 1.0, 1.5, share=0.1)
     else:
         tensors = _first_order_inputs(rule, q, k, v, p, gates or "mixed", draw)
         tensors |= {"initial_state": draw.normal(N, HV, K, V)} if with_state else {}

@@ -128,6 +128,8 @@ def test_it_opens_with_gates_that_the_layer_can_produce_and_a_verdict_that_says_
         ((0.5, 0.3, 0.8, 1, 0.1), "with quasi-hyperbolic momentum"),
         ((0.5, 0.3, 0.8, 1, 0.3), "cannot produce"),
         ((0.1, 0.1, 0.8, 2, 1.2), "leaves the right half plane"),
+        ((0.85, 0.133, 0.95, 1.5, 0.21), "with Nesterov's momentum; inside its bounds every step stays"),
+        ((0.5, 0.06, 0.15, 1, 0.4), "with Nesterov's momentum; inside its bounds the right half plane needs"),
     ],
 )
 def test_the_verdict_says_what_the_layer_cannot_produce(page, gates, words):

@@ -149,6 +149,7 @@ def test_what_a_source_line_executes():
             "a.py:12": Counter({"ld.shared.b32": 1}),
         },
         memory_by_place={
+            "a.py:1": Counter({"global load distinct sectors": 6}),
             "a.py:1 ld.global.b32": Counter({"global load sectors": 8}),
             "a.py:1 ld.shared.b32": Counter(
                 {"shared load wavefronts": 4, "shared load wavefronts without conflicts": 2}
@@ -158,4 +159,5 @@ def test_what_a_source_line_executes():
     )
     found = figures_of_line(run, "a.py:1")
     assert (found["warp_instructions"], found["mma"], found["barriers"]) == (10, 3, 2)
-    assert (found["sectors"], found["wavefronts"], found["wavefronts_ideal"]) == (8, 4, 2)
+    assert (found["sectors"], found["sectors_distinct"]) == (8, 6)
+    assert (found["wavefronts"], found["wavefronts_ideal"]) == (4, 2)

@@ -265,3 +265,20 @@ def test_wavefronts_count_bank_conflicts_and_sectors_count_distinct_lines():
     assert (free.sectors("load"), free.sectors("load", distinct=True)) == (32, 32)  # rows of 32 bytes
     conflicts = run(body.format(shift=7), rows, rows.copy(), shared_bytes=4096, count=True).counts
     assert (conflicts.wavefronts(), conflicts.wavefronts(without_conflicts=True)) == (32, 1)
+
+
+def test_a_sector_that_two_source_lines_touch_counts_once_for_the_kernel_and_once_for_each_line():
+    rows = np.zeros((32, 8), np.uint32)
+    load = "\n.loc 1 {} 1\nld.global.b32 %r10, [%rd4];\n"  # a line of a file without a name
+    body = load.format(7) + load.format(7) + load.format(8)
+    counts = run(body, rows, rows.copy(), count=True).counts
+    assert (counts.sectors("load"), counts.sectors("load", distinct=True)) == (96, 32)
+    for place in ("?:7", "?:8"):
+        assert counts.memory_by_place[place]["global load distinct sectors"] == 32
+
+
+def test_a_load_with_a_hint_for_the_cache_is_a_load():
+    a = WORDS[0]
+    body = "createpolicy.fractional.L2::evict_last.b64 %rd10, 1.0;\n"
+    body += "ld.global.L2::evict_last.L2::cache_hint.b32 %r20, [%rd4], %rd10;"
+    assert (on_words(body, a) == a).all()

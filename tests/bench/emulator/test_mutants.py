@@ -39,8 +39,8 @@ KERNELS = (
 )
 REDUNDANT = 0.3
 """Largest share of the removals from one kernel that nothing notices. Triton repeats fences and waits with nothing
-between them, and puts barriers before the first and after the last copies of a pipeline: 9 of 504 on sm_80 and 35 of
-482 on sm_90, at most 7 of 26 in one kernel."""
+between them, and puts barriers before the first and after the last copies of a pipeline: 9 of 498 on sm_80 and 35 of
+476 on sm_90, at most 7 of 26 in one kernel."""
 
 # ----------------------------------------------------------------------------------------------------- launches
 

@@ -33,6 +33,7 @@ class Preset(NamedTuple):
 PRESETS = (
     Preset("oscillating", 0.85, 0.15, 0.95, 1.5),
     Preset("oscillating, half of it direct", 0.85, 0.075, 0.95, 1.5, 0.1125),
+    Preset("oscillating, Nesterov's", 0.85, 0.133, 0.95, 1.5, 0.21),
     Preset("no momentum", 0.55, 0.45, 0, 1),
     Preset("edge of the guarantee", 0.25, 0.75, 0.125, 2),
     Preset("outside the bounds", 0.9, 1, 0.1, 2),

@@ -93,9 +93,7 @@ class Program:
         if global_races:
             global_races.finish()
             self.races += global_races.found
-        if self.count:
-            for kind, touched in memory.touched.items():
-                self.counts.memory[f"global {kind} distinct sectors"] += int(touched.sum())
+        self._collect_touched(memory)
 
     def _start(self, ctas: Lanes, grid: tuple[int, ...], parameters: dict[str, NDArray[np.uint64]]) -> Batch:
         if len(ctas) not in self._batches:
@@ -127,6 +125,16 @@ class Program:
             self.counts.memory += counter
             self.counts.memory_by_place.setdefault(place, Counter()).update(counter)
         machine.counters.clear()
+
+    def _collect_touched(self, memory: GlobalMemory) -> None:
+        """Sectors that a launch touched at all, of every source line and of the kernel: lines may share them."""
+        for kind in ("load", "store"):
+            what = f"global {kind} distinct sectors"
+            lines = {line: touched for (of, line), touched in memory.touched.items() if of == kind}
+            for line, touched in lines.items():
+                self.counts.memory_by_place.setdefault(line, Counter())[what] += int(touched.sum())
+            if lines:
+                self.counts.memory[what] += int(np.logical_or.reduce(list(lines.values())).sum())
 
 
 class _Run:

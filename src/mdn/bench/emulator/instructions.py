@@ -306,6 +306,11 @@ class Builder(Operands):
         values = [self.lanes(name, f"u{WIDTHS[ins.kind]}") for name in group(ins.operands[1])]
         return lambda mask: self.machine.store(space, address(), [value() for value in values], mask, where)
 
+    def _createpolicy(self, ins: Instruction) -> Run:
+        """A hint to the L2 cache for loads that name it. There is no cache here: any number will do."""
+        put = self.target(ins.operands[0], ins.kind)
+        return lambda mask: put(0, mask)
+
     def _atom(self, ins: Instruction) -> Run:
         operation = ATOMICS[next(part for part in ins.parts if part in ATOMICS)]
         space, where, returns = space_of(ins), place_of(ins), ins.name == "atom"

@@ -67,7 +67,8 @@ class GlobalMemory:
             size += -(-len(buffer.data) // GUARD) * GUARD + GUARD
         self.bytes = np.zeros(size, np.uint8)
         self.mapped = np.zeros(size, bool)
-        self.touched = {kind: np.zeros(size // SECTOR, bool) for kind in ("load", "store")}
+        # (kind, source line) -> which sectors, if they are counted
+        self.touched: dict[tuple[str, str], NDArray[np.bool_]] = defaultdict(lambda: np.zeros(size // SECTOR, bool))
         for buffer, offset in self.buffers:
             self.bytes[offset : offset + len(buffer.data)] = buffer.data
             for first, end in buffer.spans:
@@ -157,7 +158,8 @@ class Machine:
     def _count_sectors(self, offsets: Lanes, lanes: Lanes, where: str, kind: str) -> None:
         """A warp's access moves each 32-byte sector once. No access is wider than 16 bytes, so none spans two."""
         sectors = offsets // SECTOR
-        self.memory.touched[kind][sectors] = True
+        line = where.split()[0]
+        self.memory.touched[kind, line][sectors] = True
         distinct_in_warp = np.unique(lanes // 32 * (len(self.memory.bytes) // SECTOR) + sectors)
         self.counters[where][f"global {kind} sectors"] += len(distinct_in_warp)
 

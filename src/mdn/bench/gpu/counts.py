@@ -9,11 +9,13 @@ from typing import Any
 
 from mdn.bench.emulator.execute import Counts, count_mma
 from mdn.bench.emulator.launch import EmulatedGPU, replace_triton
-from mdn.bench.gpu.estimate import RUNS, Size
+from mdn.bench.gpu.estimate import DECODES, RUNS, Size
 from mdn.ops.triton.tiles import assume_target
 
 SIZE = Size(2, 128, 128)
 TOKENS = 256
+PASSES = {"forward": TOKENS, "backward": TOKENS, "decode": 1}
+"""the passes in the order in which they run, and the tokens of each"""
 
 
 def _figures(run: Counts) -> dict[str, float]:
@@ -35,18 +37,18 @@ class Passes:
     gpu: EmulatedGPU
     rows: list[dict[str, Any]] = field(default_factory=list)
     _before: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
-    _names: Iterator[str] = field(default_factory=lambda: iter(("forward", "backward")))
+    _remaining: Iterator[tuple[str, int]] = field(default_factory=lambda: iter(PASSES.items()))
 
     def close(self) -> None:
         """Called after each pass."""
-        which = next(self._names)
+        which, tokens = next(self._remaining)
         for name, runs in self.gpu.counts.items():
             for number, run in enumerate(runs):
                 now, before = _figures(run), self._before.get((name, number), {})
                 new = {figure: value - before.get(figure, 0) for figure, value in now.items()}
                 self._before[name, number] = now
                 if new["warp_instructions"]:
-                    per_token = {figure: value / (TOKENS * SIZE.heads) for figure, value in new.items()}
+                    per_token = {figure: value / (tokens * SIZE.heads) for figure, value in new.items()}
                     self.rows.append({"pass": which, "name": name.removesuffix("_kernel")} | per_token)
 
 
@@ -56,6 +58,8 @@ def count_executed(op: str, target: str) -> list[dict[str, Any]]:
     passes = Passes(gpu)
     with assume_target(target), replace_triton(gpu):
         RUNS[op](SIZE, TOKENS, passes.close)
+        DECODES[op](SIZE)
+        passes.close()
     return [{"target": target, "op": op} | row for row in passes.rows]
 
 
@@ -87,6 +91,7 @@ def figures_of_line(run: Counts, line: str) -> dict[str, float]:
         "mma": count_mma(opcodes),
         "barriers": sum(n for opcode, n in opcodes.items() if opcode.startswith("bar.sync")),
         "sectors": memory["global load sectors"] + memory["global store sectors"],
+        "sectors_distinct": memory["global load distinct sectors"] + memory["global store distinct sectors"],
         "wavefronts": sum(n for what, n in memory.items() if what.endswith(" wavefronts")),
         "wavefronts_ideal": sum(n for what, n in memory.items() if what.endswith(" wavefronts without conflicts")),
     }

@@ -320,6 +320,40 @@ SIZES = ((Size(6, 128, 256), Size(8, 128, 128)), (Size(6, 256, 512), Size(16, 12
 RUNS: dict[str, Callable[..., None]] = {"mdn": run_mdn, "gdn": run_gdn, "kda": run_kda}
 
 
+def decode_mdn(size: Size) -> None:
+    """One token of one sequence, with the states updated in place."""
+    from mdn.bench.kernels import Variant
+
+    Variant("", size.key_dim, size.value_dim, 1, 1, size.heads, size.heads).run("decode")
+
+
+def decode_gdn(size: Size) -> None:
+    """FLA's gated delta rule for one token, as its layer decodes."""
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    _decode_first_order(fused_recurrent_gated_delta_rule, size, torch.zeros(1, 1, size.heads))
+
+
+def decode_kda(size: Size) -> None:
+    """FLA's KDA for one token, as its layer decodes."""
+    from fla.ops.kda import fused_recurrent_kda
+
+    _decode_first_order(fused_recurrent_kda, size, torch.zeros(1, 1, size.heads, size.key_dim))
+
+
+@torch.no_grad()
+def _decode_first_order(op: Callable[..., Any], size: Size, gate: Tensor) -> None:
+    q, k = (torch.zeros(1, 1, size.heads, size.key_dim, dtype=torch.bfloat16) for _ in "qk")
+    v = torch.zeros(1, 1, size.heads, size.value_dim, dtype=torch.bfloat16)
+    beta = torch.zeros(1, 1, size.heads, dtype=torch.bfloat16)
+    state = torch.zeros(1, size.heads, size.key_dim, size.value_dim)
+    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    op(q, k, v, g=gate, beta=beta, **options)
+
+
+DECODES: dict[str, Callable[[Size], None]] = {"mdn": decode_mdn, "gdn": decode_gdn, "kda": decode_kda}
+
+
 def estimate_times(op: str, target: str) -> Iterator[dict[str, Any]]:
     """Rows of forward + backward at B=8, T=4096, estimated from machine code, one per launch: ours, FLA's GDN of the
     same size, and KDA with the head counts of the paper's models of that size (``heads``)."""

@@ -95,9 +95,10 @@ def choose_tile(
     else:
         table = next((found for family, found in _FAMILIES.items() if target.startswith(family)), _TILES)
     tile = table.get(kernel, _TILES[kernel])[large]
-    if kernel in _SCANS and heads * value_dim < 2 * _FEW_PROGRAMS * tile.value_block:
-        # Too few programs to fill the GPU: narrower tiles make more of them, and each turn of the loop is shorter.
-        tile = replace(tile, value_block=max(16, tile.value_block // 2), warps=max(4, tile.warps // 2))
+    if kernel in _NARROWEST and heads * value_dim < 2 * _FEW_PROGRAMS * tile.value_block:
+        # Too few programs to fill the GPU: narrower tiles make more of them, and each turn of a scan is shorter.
+        columns, warps = _NARROWEST[kernel]
+        tile = replace(tile, value_block=max(columns, tile.value_block // 2), warps=max(warps, tile.warps // 2))
     if given_p and power_of_two(key_dim) > 64:
         # A third [C, K] operand takes the shared memory of one stage. With K <= 128 two stages fit nevertheless.
         tile = replace(tile, stages=max(1 if large else min(2, tile.stages), tile.stages - 1))
@@ -106,7 +107,8 @@ def choose_tile(
     return replace(tile, value_block=min(tile.value_block, power_of_two(value_dim)))
 
 
-_SCANS = ("forward_states", "rebuild_states", "backward_states", "decode")
+# V columns and warps of the narrowest tiles: a scan's products want 16 columns, a decoding step 32 bytes of a row.
+_NARROWEST = {"forward_states": (16, 4), "rebuild_states": (16, 4), "backward_states": (16, 4), "decode": (8, 1)}
 _FEW_PROGRAMS = 128
 _LITTLE_SHARED_MEMORY = ("sm_86", "sm_89", "sm_12")
 
@@ -123,8 +125,8 @@ _TILES = {
     "backward_states": (Tile(16, 4, 1), Tile(16, 8, 1)),
     "backward_scores": (Tile(64, 4, 2), Tile(64, 4, 2)),
     "backward_inputs": (Tile(32, 8, 2), Tile(32, 8, 1)),
-    # Bandwidth only: 128-byte rows, many small programs.
-    "decode": (Tile(32, 4, 1), Tile(32, 8, 1)),
+    # Bandwidth and latency: programs of one warp sum over K without shared memory and without barriers.
+    "decode": (Tile(16, 1, 1), Tile(8, 1, 1)),
 }
 # What differs on a family of GPUs, for 16-bit operands.
 _FAMILIES: dict[str, dict[str, tuple[Tile, Tile]]] = {

@@ -67,12 +67,19 @@ function stepText(modulus, least) {
 }
 
 // The bounds alpha <= 1 / (1 + x^2) and b <= x^2 / (1 + x^2) hold for some x exactly when alpha + b <= 1, where b is the
-// whole step: quasi-hyperbolic momentum splits it into beta and direct / eta.
+// whole step: quasi-hyperbolic momentum splits it into beta and direct / eta, Nesterov's momentum has beta = mu b and
+// direct = b eta.
 function layerText() {
   const [alpha, beta, mu, eta, direct] = gates();
+  const nesterov = mu > 0 && direct > 0 && Math.abs(mu * direct - beta * eta) < 2e-3;
+  if (nesterov && alpha + beta / mu <= 1 + 1e-9 && mu >= CLAMP) {
+    const safe = mu >= (Math.SQRT2 - 1) / 2 && direct <= 1;
+    const inside = safe ? "every step stays in the right half plane" : "the right half plane needs μ ≥ 0.207 and δ ≤ 1";
+    return `can produce these gates with Nesterov's momentum; inside its bounds ${inside}`;
+  }
   const step = direct === 0 ? beta : beta + direct / eta;
   if (alpha + step > 1 + 1e-9) {
-    const bound = direct === 0 ? "α + β ≤ 1" : "α + β + δ/η ≤ 1";
+    const bound = direct === 0 ? "α + β ≤ 1" : "α + β + δ/η ≤ 1, or with Nesterov's momentum α + β/μ ≤ 1";
     return `cannot produce these gates: its bounds need ${bound}`;
   }
   if (mu > 0 && mu < CLAMP) return `produces these gates only without its clamp μ ≥ exp(−2) = ${CLAMP.toFixed(3)}`;

@@ -1,0 +1,261 @@
+"""The pages of the studies: answers in two sentences, tables, overview and costs, all from recorded cells."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mdn.common.results import read_results, write_results
+from mdn.experiments.studies import answers, oscillation, overview, pages, retrieval
+from mdn.experiments.studies.catalogue import STUDIES
+from mdn.experiments.studies.findings import comparison_table
+from mdn.experiments.studies.overview import summarise_overview
+from mdn.experiments.studies.study import EQUAL_PARAMETERS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def made_up(study, missing=()):
+    """A summary with made-up scores: all seeds of every contestant but those ``missing``, each a little worse."""
+    tasks = []
+    for task in study.tasks:
+        metric = task.metric
+        rows = []
+        for place, name in enumerate(task.contestants):
+            if name in missing:
+                continue
+            base = metric.worst + (1 if metric.higher_is_better else -1) * (0.9 - 0.03 * place)
+            values = [base + 0.001 * seed for seed in range(task.seeds)]
+            tests = ("1x", "2x", "4x")
+            curve = [
+                {"steps": steps, "scores": {"1x": base + 0.5 / place if place else base}} for steps in task.checkpoints
+            ]
+            row = {
+                "parameters": 10,
+                "state_numbers": 4,
+                "learning_rate": 1e-2,
+                "diverged": 0,
+                "seeds": list(range(task.seeds)),
+            }
+            scores = dict.fromkeys(tests, values)
+            rows.append(row | {"contestant": name, "scores": scores, "curves": [curve] * task.seeds})
+        tasks.append(
+            {
+                "name": task.name,
+                "title": task.title,
+                "phrase": task.phrase or task.name,
+                "steps": task.steps,
+                "batch_tokens": task.settings().get("batch_tokens"),
+                "seeds": task.seeds,
+                "metric": vars(metric),
+                "baselines": {"chance": dict.fromkeys(tests, 0.1)} if study.name == "state-tracking" else {},
+                "rows": rows,
+            }
+        )
+    cells = 9 if missing else 10
+    return {"study": study.name, "cells": cells, "of": 10, "processor_minutes": 1.0, "tasks": tasks}
+
+
+def sentences(text):
+    return re.findall(r"\.(?=\s|$)", text)
+
+
+@pytest.mark.parametrize("missing", [(), ("gdn",), ("mdn",), ("mu0", "gdn-double")], ids=lambda names: "+".join(names))
+@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)
+def test_an_answer_has_two_sentences_whatever_is_recorded(study, missing):
+    text = answers.answer(made_up(study, missing))
+    assert len(sentences(text)) == 2
+    assert ";" not in text
+    assert ("9 of 10 cells recorded so far" in " ".join(text.split())) == bool(missing)
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)
+def test_the_answer_on_a_page_has_two_sentences(study):
+    text = "".join(page.read_text() for page in (ROOT / pages.PAGES).glob("*.md"))
+    shown = re.search(rf"<!-- study {study.name} answer -->\n(.*?)<!-- end of study -->", text, re.DOTALL)[1]
+    assert len(sentences(shown)) == 2
+    assert len(" ".join(shown.split())) < 700
+
+
+def test_an_answer_names_who_is_better_and_leaves_out_missing_seeds():
+    row = {"parameters": 10, "state_numbers": 4, "learning_rate": 1e-2, "diverged": 0, "curves": []}
+    scores = {"mdn": [0.1, 0.12, 0.11], "gdn": [0.4, 0.41, 0.39], "mdn-half": [0.4, 0.4]}
+    rows = [row | {"contestant": name, "seeds": [0, 1, 2], "scores": {"1x": found}} for name, found in scores.items()]
+    metric = vars(oscillation.STUDY.tasks[0].metric)
+    names = {"name": "resonator", "title": "", "phrase": "the resonator"}
+    task = names | {"seeds": 3, "metric": metric, "baselines": {}, "rows": rows}
+    content = {"study": "oscillation", "cells": 8, "of": 9, "processor_minutes": 1.0, "tasks": [task]}
+    words = " ".join(answers.answer(content).split())
+    assert words == (
+        "With equal parameters, MDN is better than GDN on the resonator (error 0.110 against 0.400). "
+        "With equal state nothing is decided yet, with 8 of 9 cells recorded so far."
+    )
+    verdicts = {row[1]: row[-1] for row in comparison_table(content).rows}
+    assert verdicts == {"MDN and GDN": "MDN is better", "MDN (V/2) and GDN": "seeds are missing"}
+
+
+def test_clauses_list_tasks_by_verdict_with_the_better_number_first():
+    content = made_up(retrieval.STUDY)
+    for task, gdn in zip(content["tasks"], (0.99, 0.5, None, None)):
+        for row in task["rows"]:
+            if row["contestant"] == "gdn":
+                mdn = task["rows"][0]["scores"]["1x"]
+                row["scores"] = dict.fromkeys(row["scores"], mdn if gdn is None else [gdn] * 5)
+    better, worse, level = answers.clauses(content, EQUAL_PARAMETERS)
+    assert better == "MDN is better than GDN on rewriting (90.2 against 50.0\u00a0%)"
+    assert worse == "GDN is better than MDN on recall (99.0 against 90.2\u00a0%)"
+    assert level.startswith("MDN and GDN cannot be told apart on noisy recall (90.2 against 90.2\u00a0%) and needles (")
+
+
+def test_further_points_leave_out_what_the_answer_spells_out():
+    content = read_results(ROOT / pages.DATA / "study_oscillation.json", "study")
+    assert "KDA" not in answers.answer(content)
+    points = answers.further(content).split("\n- ")
+    assert len(points) == len(oscillation.STUDY.comparisons) - 1
+    assert all(len(sentences(point)) == 1 for point in points)
+    assert "Equal parameters, a decay for every channel: momentum KDA" in " ".join(points[2].split())
+
+
+@pytest.mark.parametrize(
+    ("gaps", "verdict"),
+    [
+        ((0.2, 0.15, 0.14), "so that it lasts"),
+        ((0.2, 0.1, 0.05), "so that it shrinks to less than half but remains"),
+        ((0.2, 0.1, -0.05), "so that it changes its sign"),
+        ((0.2, 0.1, 0.0), "so that it can no longer be told from zero"),
+    ],
+)
+def test_the_language_answer_says_whether_the_gap_to_mu_0_lasts(gaps, verdict):
+    content = made_up(STUDIES["language"])
+    longest = content["tasks"][-1]
+    million = 1_000_000 // longest["batch_tokens"]
+    for row in longest["rows"]:
+        ahead = gaps if row["contestant"] == "mdn" else (0.0, 0.0, 0.0)
+        row["curves"] = [[{"steps": n * million, "scores": {"1x": 2 + gap}} for n, gap in zip((1, 4), ahead)]] * 2
+        row["scores"] = {"1x": [2 + ahead[2], 2.001 + ahead[2]]}
+    first, second = answers.language(content)
+    assert first.startswith("With equal parameters, ")
+    shown = f"{gaps[0]:.3f} after 1 million, {gaps[1]:.3f} after 4 million and {gaps[2]:.3f} after 12 million tokens"
+    assert second == f"In bits per byte, MDN minus mu = 0 is {shown}, {verdict}"
+    longest["rows"] = [row for row in longest["rows"] if row["contestant"] != "mu0"]
+    assert answers.language(content)[1].endswith("the runs of mu = 0 over 12 million tokens are missing")
+
+
+def test_the_ablation_answer_names_the_rows_that_differ():
+    content = made_up(STUDIES["ablation"])
+    for place, row in enumerate(content["tasks"][0]["rows"]):
+        level = {0: 2.8, 1: 2.6, 2: 3.1}.get(place, 2.8)
+        row["scores"] = {"held out": [level + 0.01 * seed for seed in range(5)]}
+    first, second = answers.ablation(content)
+    assert first.replace("\u00a0", " ") == (
+        "With a learning rate for every row, mu = 0 at 2.620 is better than MDN at 2.820 bits per byte, "
+        "and GDN at 3.120 is worse"
+    )
+    assert second.startswith("The other rows cannot be told apart from it: GDN with bounds, ")
+    assert second.endswith(" and eta = 2 sigmoid")
+
+
+def test_the_paper_claims_are_judged_by_the_comparisons():
+    words = " ".join(answers.claim(made_up(retrieval.STUDY)).split())
+    assert words.startswith(
+        "That MDN is better than Gated DeltaNet is confirmed on recall, rewriting, noisy recall and needles."
+    )
+    assert len(sentences(words)) == 3
+    assert "open" in answers.claim(made_up(STUDIES["language"], ("gdn",)))
+    assert "not confirmed: MDN is better than GDN" in answers.claim(made_up(STUDIES["language"]))
+    with pytest.raises(ValueError, match="'oscillation'"):
+        answers.claim(made_up(oscillation.STUDY))
+
+
+def test_a_baseline_is_counted_where_it_beats_every_model():
+    content = made_up(STUDIES["forecasting"])
+    (task,) = content["tasks"]
+    task["baselines"] = {"autoregression": {"1x": 0.01, "2x": 0.01, "4x": 2.0}}
+    assert answers.baselines(content) == "The autoregression is better than every model in 2 of 3 tests (all but 4x)."
+    assert answers.best(content) == (
+        "The best mean of any model on the four series is 0.102 at 1x, 0.102 at 2x and 0.102 at 4x."
+    )
+
+
+def test_summaries_are_those_of_the_recorded_cells(tmp_path):
+    kept = [*(ROOT / pages.DATA).glob("study_*.json"), *(ROOT / pages.DATA).glob(pages.OVERVIEW)]
+    written = pages.write_summaries(ROOT / pages.DATA, tmp_path)
+    assert {path.name for path in kept} == {path.name for path in written}
+    for path in kept:
+        assert path.read_text() == (tmp_path / path.name).read_text(), "make figures was not run"
+
+
+def test_the_overview_compares_errors_where_all_seeds_are_there(recorded):
+    (row,) = summarise_overview([recorded])["rows"]
+    assert (row["task"], row["first"], row["second"], row["seeds"]) == ("resonator", "mdn", "gdn", 2)
+    assert row["learnt"]
+    assert row["ratio"] == pytest.approx((0.1 * 0.3) ** 0.5 / 0.5)
+    assert row["low"] < row["ratio"] < row["high"]
+    recorded["tasks"][0]["seeds"] = 3
+    assert summarise_overview([recorded])["rows"] == []
+
+
+def test_the_overview_says_in_words_what_the_intervals_say():
+    def rows(phrase, learnt, *intervals):
+        names = {"study": "retrieval", "task": phrase, "phrase": phrase, "learnt": learnt, "seeds": 5}
+        return [
+            names | pair._asdict() | {"ratio": (low + high) / 2, "low": low, "high": high}
+            for pair, (low, high) in zip(overview.COMPARISONS, intervals)
+        ]
+
+    lower, higher, same = (0.2, 0.6), (1.2, 1.6), (0.8, 1.2)
+    found = [
+        *rows("the resonator", True, lower, lower, lower),
+        *rows("noisy recall", True, lower, same, same),
+        *rows("rewriting", True, higher, same, higher),
+        *rows("parity", True, same),
+        *rows("A5", False, same, same, same),
+    ]
+    assert " ".join(overview.in_words({"rows": found}).split()) == (
+        "Momentum lowers the error on the resonator at equal parameters and at equal state. "
+        "It lowers the error on noisy recall at equal parameters, not at equal state. "
+        "It raises the error on rewriting at equal parameters, and in one of the two comparisons at equal state. "
+        "It makes no measurable difference on parity at equal parameters (equal state is not recorded). "
+        "No model learns A5, so that these tasks decide nothing."
+    )
+    drawn = [label.get_text() for label in overview.draw({"rows": found}).axes[0].get_yticklabels()]
+    assert drawn[0] == "retrieval: the resonator"
+    assert drawn[-1] == "retrieval: A5 (not learnt)"
+
+
+def test_a_task_is_learnt_when_a_model_gets_half_of_the_way_in_one_test():
+    (task,) = made_up(STUDIES["state-tracking"].only(["parity"]))["tasks"]
+    for best, learnt in ((0.54, False), (0.56, True)):  # chance is 0.1, half of the way 0.55
+        for row in task["rows"]:
+            row["scores"] = {"1x": [0.1, 0.1], "2x": [0.1, 0.1], "4x": [0.2, 0.2]}
+        task["rows"][-1]["scores"]["2x"] = [best - 0.1, best + 0.1]
+        assert overview.learnt(task) == learnt
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "docs/experiments.md", *sorted((ROOT / pages.PAGES).glob("*.md"))]
+)
+def test_the_generated_parts_of_a_page_are_current(page):
+    text = page.read_text()
+    assert pages.updated(text, ROOT / pages.DATA) == text, "make figures was not run"
+
+
+@pytest.mark.parametrize("what", ["answer", "figure", "comparisons", "tables", "cost"])
+def test_every_study_has_its_parts_on_a_page(what):
+    text = "".join(page.read_text() for page in (ROOT / pages.PAGES).glob("*.md"))
+    assert [name for name in STUDIES if f"<!-- study {name} {what} -->" not in text] == []
+
+
+def test_the_costs_have_the_measured_hours_beside_the_estimates(tmp_path):
+    content = made_up(STUDIES["forecasting"]) | {"processor_minutes": 240.0}
+    write_results(tmp_path / "study_forecasting.json", "study", content)
+    rows = {
+        line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in pages.costs(tmp_path).splitlines()
+    }
+    assert rows["forecasting"] == ["forecasting", "40", "0.1", "10", "2.0"]
+    assert rows["language"][-2:] == ["0", "–"]
+    assert rows["all"][-2:] == ["10", "2.0"]
+
+
+def test_all_studies_fit_into_five_hours_of_two_cores():
+    assert sum(study.whole().seconds for study in STUDIES.values()) <= 5 * 2 * 3600
