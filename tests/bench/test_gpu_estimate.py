@@ -12,6 +12,7 @@ from mdn.bench.emulator.execute import Counts
 from mdn.bench.gpu import estimate
 from mdn.bench.gpu.compiling import Resources
 from mdn.bench.gpu.counts import figures_of_line
+from mdn.bench.gpu.runs import Size
 from mdn.bench.gpu.timeline import BARRIER, LATENCY, UNKNOWN_TURNS, Timeline, parse, walk
 
 NO_BOARD = 7
@@ -131,7 +132,7 @@ def test_every_launch_takes_the_entry_with_the_smallest_estimate(monkeypatch):
     times = [[3.0, 1.0], [2.0, 5.0], [4.0, 2.0]]
     rows = [[{"name": "a", "ms": a}, {"name": "b", "ms": b}] for a, b in times]
     monkeypatch.setattr(estimate, "_estimate_entry", lambda number, *_: (rows[number], len(rows)))
-    found = estimate.estimate(lambda size, length: None, estimate.Size(1, 16, 16), "sm_90", batch=1, time=64)
+    found = estimate.estimate(lambda size, length: None, Size(1, 16, 16), "sm_90", batch=1, time=64)
     assert [row["ms"] for row in found] == [2.0, 1.0]
 
 

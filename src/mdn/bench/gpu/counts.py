@@ -9,7 +9,7 @@ from typing import Any
 
 from mdn.bench.emulator.execute import Counts, count_mma
 from mdn.bench.emulator.launch import EmulatedGPU, replace_triton
-from mdn.bench.gpu.estimate import DECODES, RUNS, Size
+from mdn.bench.gpu.runs import DECODES, RUNS, Size
 from mdn.ops.triton.tiles import assume_target
 
 SIZE = Size(2, 128, 128)

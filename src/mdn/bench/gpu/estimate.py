@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from mdn.bench.gpu.compiling import Resources, machine_code, read_nvidia
+from mdn.bench.gpu.runs import RUNS, Size
 from mdn.bench.gpu.timeline import Timeline, parse, walk
-from mdn.ops.triton.tiles import assume_heads, assume_target
+from mdn.ops.triton.tiles import assume_target
 
 CHUNK = 64
 LENGTHS = (512, 1024)
@@ -201,18 +201,6 @@ def _fits(tuner: Any, kwargs: dict[str, Any], config: Any, gpu: Gpu) -> bool:
     return analyse(compiled).blocks_per_sm(gpu) > 0
 
 
-@dataclass(frozen=True)
-class Size:
-    """Heads and widths of one layer."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-
-    def __str__(self) -> str:
-        return f"H={self.heads} K={self.key_dim} V={self.value_dim}"
-
-
 Op = Callable[[Size, int], None]
 """``op(size, length)`` makes the launches of one sequence"""
 
@@ -263,95 +251,8 @@ def record(op: Op, size: Size, target: str, length: int) -> list[Recorded]:
     return recorder.launches
 
 
-def run_mdn(size: Size, length: int, after_pass: Callable[[], None] | None = None) -> None:
-    """Forward and backward of the momentum delta rule, with the tiles of a full GPU. ``after_pass`` is called after
-    each of the two, here and in the other ops."""
-    from mdn.bench.kernels import Variant
-
-    variant = Variant("", size.key_dim, size.value_dim, 1, length, size.heads, size.heads)
-    with assume_heads(8 * size.heads):
-        for which in ("forward", "backward"):
-            variant.run(which)
-            if after_pass is not None:
-                after_pass()
-
-
-def _run_first_order(
-    op: Callable[..., Any],
-    size: Size,
-    length: int,
-    gate: Tensor,
-    after_pass: Callable[[], None] | None,
-    backward: bool = True,
-) -> None:
-    q, k = (torch.zeros(1, length, size.heads, size.key_dim, dtype=torch.bfloat16) for _ in "qk")
-    v = torch.zeros(1, length, size.heads, size.value_dim, dtype=torch.bfloat16)
-    beta = torch.zeros(1, length, size.heads, dtype=torch.bfloat16)
-    q, k, v, beta, gate = (x.requires_grad_() for x in (q, k, v, beta, gate))
-    o = op(q, k, v, g=gate, beta=beta, use_qk_l2norm_in_kernel=True)[0]
-    if after_pass is not None:
-        after_pass()
-    if not backward:
-        return
-    o.sum().backward()
-    if after_pass is not None:
-        after_pass()
-
-
-def run_gdn(size: Size, length: int, after_pass: Callable[[], None] | None = None, backward: bool = True) -> None:
-    """FLA's gated delta rule, as its layer calls it."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    _run_first_order(chunk_gated_delta_rule, size, length, torch.zeros(1, length, size.heads), after_pass, backward)
-
-
-def run_kda(size: Size, length: int, after_pass: Callable[[], None] | None = None, backward: bool = True) -> None:
-    """FLA's KDA, as its layer calls it."""
-    from fla.ops.kda import chunk_kda
-
-    gate = torch.zeros(1, length, size.heads, size.key_dim)
-    _run_first_order(chunk_kda, size, length, gate, after_pass, backward)
-
-
 SIZES = ((Size(6, 128, 256), Size(8, 128, 128)), (Size(6, 256, 512), Size(16, 128, 128)))
 """widths of the paper's two models, and KDA's heads in models of the same size"""
-
-
-RUNS: dict[str, Callable[..., None]] = {"mdn": run_mdn, "gdn": run_gdn, "kda": run_kda}
-
-
-def decode_mdn(size: Size) -> None:
-    """One token of one sequence, with the states updated in place."""
-    from mdn.bench.kernels import Variant
-
-    Variant("", size.key_dim, size.value_dim, 1, 1, size.heads, size.heads).run("decode")
-
-
-def decode_gdn(size: Size) -> None:
-    """FLA's gated delta rule for one token, as its layer decodes."""
-    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
-
-    _decode_first_order(fused_recurrent_gated_delta_rule, size, torch.zeros(1, 1, size.heads))
-
-
-def decode_kda(size: Size) -> None:
-    """FLA's KDA for one token, as its layer decodes."""
-    from fla.ops.kda import fused_recurrent_kda
-
-    _decode_first_order(fused_recurrent_kda, size, torch.zeros(1, 1, size.heads, size.key_dim))
-
-
-@torch.no_grad()
-def _decode_first_order(op: Callable[..., Any], size: Size, gate: Tensor) -> None:
-    q, k = (torch.zeros(1, 1, size.heads, size.key_dim, dtype=torch.bfloat16) for _ in "qk")
-    v = torch.zeros(1, 1, size.heads, size.value_dim, dtype=torch.bfloat16)
-    beta = torch.zeros(1, 1, size.heads, dtype=torch.bfloat16)
-    state = torch.zeros(1, size.heads, size.key_dim, size.value_dim)
-    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    op(q, k, v, g=gate, beta=beta, **options)
-
-
-DECODES: dict[str, Callable[[Size], None]] = {"mdn": decode_mdn, "gdn": decode_gdn, "kda": decode_kda}
 
 
 def estimate_times(op: str, target: str) -> Iterator[dict[str, Any]]:
