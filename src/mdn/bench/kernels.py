@@ -77,6 +77,9 @@ class Variant:
 
 VARIANTS = (
     Variant("batch 1", batch=1),
+    Variant("batch 1, given p", batch=1, given_p=True),
+    Variant("batch 1, K=256, V=512", batch=1, key_dim=256, value_dim=512),
+    Variant("batch 1, K=256, V=512, given p, direct", 256, 512, batch=1, given_p=True, general=True),
     Variant("given p", given_p=True),
     Variant("two value heads per key head", heads=3),
     Variant("pack with states and slots", packed=True),

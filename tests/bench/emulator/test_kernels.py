@@ -24,6 +24,7 @@ from conformance import (
 from definition import Tensors, leaves, make_inputs, momentum_delta_rule, relative_error, run_with_gradients
 from mdn.bench.emulator import EmulatedGPU
 from mdn.ops import chunk_momentum_delta_rule, momentum_delta_step
+from mdn.ops.triton.tiles import FULL_GPU, assume_heads
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.first
@@ -62,6 +63,13 @@ SLOW = (
     case_of(torch.float32, 128, 32, 16, l2norm=False, with_state=True, **PACK),
     case_of(torch.float32, 256, 16, 64, with_state=True),
 )
+WIDE = (
+    case_of(torch.bfloat16, 64, 64, 64, T=260, with_state=True),
+    case_of(torch.bfloat16, 128, 64, 64, with_state=True, **PACK),
+    case_of(torch.bfloat16, 128, 96, 32, rule="lookahead", with_p=True, **GROUPED),
+    case_of(torch.bfloat16, 256, 64, 64, T=260),
+)
+"""with the tiles of a batch that fills a GPU; float32 and float16 have the same ones in every batch"""
 
 
 def name_of(case: Case) -> str:
@@ -99,8 +107,10 @@ def test_forward_and_backward_agree_with_the_recurrence():
     check_pass("sm_80", TWO_CHUNKS)
 
 
-def test_hopper_multiplies_with_wgmma():
-    gpu = check_pass("sm_90", TWO_CHUNKS)
+@pytest.mark.parametrize("heads", [None, FULL_GPU], ids=["few programs", "full GPU"])
+def test_hopper_multiplies_with_wgmma(heads):
+    with assume_heads(heads):
+        gpu = check_pass("sm_90", TWO_CHUNKS)
     with_wgmma = {
         name.removesuffix("_kernel")
         for name, variants in gpu.counts.items()
@@ -153,14 +163,14 @@ def test_a_token_that_is_not_finite_leaves_earlier_ones_alone(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("rule", ["momentum", "lookahead"])
-def test_a_decode_step_updates_its_slots_only(target, rule):
+@pytest.mark.parametrize(("rule", "heads"), [("momentum", None), ("momentum", FULL_GPU), ("lookahead", None)])
+def test_a_decode_step_updates_its_slots_only(target, rule, heads):
     lookahead = rule == "lookahead"
     sizes = {"B": 3, "T": 1, "H": 1, "HV": 2, "K": 32, "V": 48, "gates": "mixed"}
     inputs = make_inputs(rule, **sizes, with_p=lookahead, with_state=False, dtype=torch.bfloat16)
     state, slots = torch.randn(2, 6, 2, 32, 48), torch.tensor([4, 0, 5])
     before, gpu = state.clone(), EmulatedGPU(target, check=True)
-    with gpu.emulate():
+    with gpu.emulate(), assume_heads(heads):
         token = {name: x[:, 0] for name, x in inputs.items()}
         o = momentum_delta_step(**token, state=state, state_indices=slots, lookahead=lookahead, backend="triton")
     assert not gpu.races
@@ -189,3 +199,11 @@ def test_the_slow_cases_have_every_size_and_option():
 @pytest.mark.parametrize("case", SLOW, ids=name_of)
 def test_every_dtype_size_and_option(target, case):
     check_pass(target, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", WIDE, ids=name_of)
+def test_the_tiles_of_a_full_gpu(target, case):
+    with assume_heads(FULL_GPU):
+        check_pass(target, case)

@@ -4,7 +4,8 @@ Either a race detector reports it, or the kernel writes something else: bytes th
 have not been waited for, are NaN. Any other removal must be redundant: the exhaustive check, which keeps all accesses
 and compares them pair by pair (`mdn.bench.emulator.exhaustive`), finds no conflict either.
 
-All launches of a forward and a backward pass and of a decode step are recorded once; a changed kernel then runs alone.
+All launches of a forward and a backward pass and of a decode step are recorded once, those whose tiles are wider in a
+batch that fills a GPU twice; a changed kernel then runs alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from mdn.bench.emulator import EmulatedGPU
 from mdn.ops import chunk_momentum_delta_rule, momentum_delta_step
+from mdn.ops.triton.tiles import FULL_GPU, assume_heads
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.first
@@ -37,10 +39,15 @@ KERNELS = (
     *("prepare, backward", "rebuild_states", "backward_states", "backward_scores", "backward_inputs", "backward_gates"),
     "decode",
 )
+WIDE = {
+    "sm_80": ("rebuild_states, wide", "decode, wide"),
+    "sm_90": ("forward_states, wide", "rebuild_states, wide", "backward_states, wide", "decode, wide"),
+}
+"""the kernels that have other tiles in a batch that fills the GPU"""
 REDUNDANT = 0.3
 """Largest share of the removals from one kernel that nothing notices. Triton repeats fences and waits with nothing
-between them, and puts barriers before the first and after the last copies of a pipeline: 9 of 498 on sm_80 and 35 of
-476 on sm_90, at most 7 of 26 in one kernel."""
+between them, and puts barriers before the first and after the last copies of a pipeline: 12 of 515 on sm_80 and 49 of
+576 on sm_90, at most 7 of 26 in one kernel."""
 
 # ----------------------------------------------------------------------------------------------------- launches
 
@@ -87,6 +94,15 @@ class Recorder(EmulatedGPU):
 
 @cache
 def recorded(target: str) -> dict[str, Recorded]:
+    """The launches of a small batch, and those with the tiles of a full GPU as far as they differ."""
+    launches = record(target)
+    with assume_heads(FULL_GPU):
+        wide = {f"{name}, wide": launch for name, launch in record(target).items() if launch.ptx != launches[name].ptx}
+    assert tuple(wide) == WIDE[target]
+    return launches | wide
+
+
+def record(target: str) -> dict[str, Recorded]:
     """Two rows of four chunks: pipelines of three stages come round. A key of the second row is NaN, so that the code
     for such tokens is executed, too."""
     torch.manual_seed(0)
@@ -173,7 +189,7 @@ def check_removals(target: str, tried: list[Removal]) -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_one_removal_of_every_kind_from_every_kernel_is_noticed(target):
-    every = [removal for kernel in KERNELS for removal in removals(target, kernel)]
+    every = [removal for kernel in KERNELS + WIDE[target] for removal in removals(target, kernel)]
     assert {removal.what for removal in every} == KINDS[target]
     groups: dict[tuple[str, str], list[Removal]] = {}
     for removal in every:
@@ -183,8 +199,7 @@ def test_one_removal_of_every_kind_from_every_kernel_is_noticed(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("target", "kernel"), [(target, name) for target in WIDE for name in KERNELS + WIDE[target]])
 def test_every_removed_barrier_wait_or_fence_is_noticed_or_redundant(target, kernel):
     check_removals(target, removals(target, kernel))
 

@@ -26,17 +26,18 @@ from mdn.ops.triton.host import intercept_launches, run_launch
 HEADS, VALUE_HEADS, WIDTH = 2, 2, 16
 
 
-def leaves(time=20, layout="contiguous", dtype=torch.float32):
-    """q, k, v and gates as they lie in memory; `arranged` makes [B, T, heads, ...] of them without copying."""
+def leaves(time=20, layout="contiguous", dtype=torch.float32, general=False):
+    """q, k, v and gates as they lie in memory; `arranged` makes [B, T, heads, ...] of them without copying.
+    ``general``: also p and a direct write."""
     generator = torch.Generator().manual_seed(0)
 
     def stored(draw, heads, *width):
         shapes = {"transposed": (1, heads, time, *width), "expanded": (1, 1, heads, *width)}
         return draw(shapes.get(layout, (1, time, heads, *width)), generator=generator)
 
-    vectors = {name: stored(torch.randn, HEADS, WIDTH).to(dtype) for name in ("q", "k")}
+    vectors = {name: stored(torch.randn, HEADS, WIDTH).to(dtype) for name in ("q", "k", *(("p",) if general else ()))}
     vectors["v"] = stored(torch.randn, VALUE_HEADS, WIDTH).to(dtype)
-    gates = {name: stored(torch.rand, VALUE_HEADS) for name in ("beta", "eta")}
+    gates = {name: stored(torch.rand, VALUE_HEADS) for name in ("beta", "eta", *(("direct",) if general else ()))}
     gates |= {name: -stored(torch.rand, VALUE_HEADS) for name in ("log_alpha", "log_mu")}
     return {name: x.requires_grad_() for name, x in (vectors | gates).items()}
 
@@ -50,9 +51,14 @@ def arranged(stored, time=20, layout="contiguous"):
     return stored
 
 
-def inputs(time=20, layout="contiguous", dtype=torch.float32):
+def inputs(time=20, layout="contiguous", dtype=torch.float32, general=False):
     """Without gradients."""
-    return arranged({name: x.detach() for name, x in leaves(time, layout, dtype).items()}, time, layout)
+    return arranged({name: x.detach() for name, x in leaves(time, layout, dtype, general).items()}, time, layout)
+
+
+def initial_states(sequences):
+    shape = (2, sequences, VALUE_HEADS, WIDTH, WIDTH)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
 def largest_difference(found, expected):
@@ -83,22 +89,31 @@ def backends_agree(call):
     return largest_difference(found, expected)
 
 
-def chunk(layout="contiguous", time=20, **options):
-    """Outputs, final state and the gradients of what lies in memory."""
-    stored = leaves(time, layout)
-    o, state = mdn.ops.chunk_momentum_delta_rule(**arranged(stored, time, layout), output_final_state=True, **options)
+def chunk(layout="contiguous", time=20, general=False, **options):
+    """Outputs, final state and the gradients of what lies in memory. ``general``: everything that a call can be given,
+    with an initial state for each sequence."""
+    stored = leaves(time, layout, general=general)
+    given = arranged(stored, time, layout)
+    if general:
+        sequences = len(options.get("cu_seqlens", (0, time))) - 1
+        stored["initial_state"] = given["initial_state"] = initial_states(sequences).requires_grad_()
+        options |= {"lookahead": True}
+    o, state = mdn.ops.chunk_momentum_delta_rule(**given, output_final_state=True, **options)
     return [o.detach(), state.detach(), *torch.autograd.grad(o.sum() + state.sum(), list(stored.values()))]
 
 
-def tokens(rows, layout="contiguous"):
+def tokens(rows, layout="contiguous", general=False):
     """One token of every row: [B, heads, ...]."""
-    return {name: x[0] for name, x in inputs(rows, layout).items()}
+    return {name: x[0] for name, x in inputs(rows, layout, general=general).items()}
 
 
-def step(layout="contiguous", rows=3, **options):
-    """Outputs and the state that was updated."""
-    state = torch.ones(2, rows, VALUE_HEADS, WIDTH, WIDTH)
-    return [mdn.ops.momentum_delta_step(**tokens(rows, layout), state=state, **options), state]
+def step(layout="contiguous", rows=3, general=False, **options):
+    """Outputs and the state that was updated. ``general``: with p, a direct write and slots of a larger state."""
+    state = torch.ones(2, rows + 2 * general, VALUE_HEADS, WIDTH, WIDTH)
+    if general:
+        table = torch.tensor([[slot, 0] for slot in range(rows, 0, -1)])
+        options |= {"lookahead": True, "state_indices": table[:, 0]}
+    return [mdn.ops.momentum_delta_step(**tokens(rows, layout, general), state=state, **options), state]
 
 
 def ops():
@@ -106,6 +121,10 @@ def ops():
     for layout in ("contiguous", "transposed", "expanded"):
         yield f"chunk, {layout}", backends_agree(partial(chunk, layout))
         yield f"decode step, {layout}", backends_agree(partial(step, layout))
+    pack = torch.tensor([0, 3, 3, 20])
+    yield "pack", backends_agree(partial(chunk, cu_seqlens=pack))
+    yield "general pack, transposed", backends_agree(partial(chunk, "transposed", general=True, cu_seqlens=pack))
+    yield "general decode step with slots, expanded", backends_agree(partial(step, "expanded", general=True))
 
     def recurrent():
         return list(mdn.ops.fused_recurrent_momentum_delta_rule(**inputs(time=3), output_final_state=True))
@@ -213,21 +232,27 @@ def custom_ops():
         return sum(value != "SUCCESS" for value in report.values())
 
     def in_order(given):
-        gates = [given[name] for name in ("log_alpha", "log_mu", "beta", "eta")]
-        return [given["q"], given["k"], given["v"], None, *gates, given["eta"]]  # no p; eta is direct, too
+        names = ("q", "k", "v", "p", "log_alpha", "log_mu", "beta", "eta", "direct")
+        return [given.get(name) for name in names]
 
     forward, backward = torch.ops.mdn.momentum_delta_rule, torch.ops.mdn.momentum_delta_rule_backward
-    for layout, size in (("contiguous", 20), ("transposed", 20), ("expanded", 20), ("empty", 0)):
-        tensors = [*in_order(inputs(size, layout)), None]
+    cases = [(layout, False) for layout in ("contiguous", "transposed", "expanded", "empty")]
+    for layout, general in [*cases, ("transposed", True), ("empty", True)]:
+        size = 0 if layout == "empty" else 20
+        kind = f"{'general, ' if general else ''}{layout}"
+        cu_seqlens = torch.tensor([0, size // 4, size]) if general else None
+        state = initial_states(2) if general else None
+        tensors = [*in_order(inputs(size, layout, general=general)), state]
         differentiable = [None if x is None else x.detach().requires_grad_() for x in tensors]
-        settings = (None, 0.25, 16, True, True, False)
-        yield f"forward, {layout}", complaints(forward, (*differentiable, *settings, True, False, "triton"))
-        o, state, residual = forward(*tensors, *settings, True, False, "triton")
-        yield f"backward, {layout}", complaints(backward, (o, state, *tensors, residual, *settings, "triton"))
+        settings = (cu_seqlens, 0.25, 16, True, not general, general)  # with look-ahead p is not multiplied by alpha
+        yield f"forward, {kind}", complaints(forward, (*differentiable, *settings, True, False, "triton"))
+        o, final_state, residual = forward(*tensors, *settings, True, False, "triton")
+        yield f"backward, {kind}", complaints(backward, (o, final_state, *tensors, residual, *settings, "triton"))
         rows = min(size, 3)
         S, M = torch.ones(2, rows, VALUE_HEADS, WIDTH, WIDTH)
-        arguments = (*in_order(tokens(rows, layout)), S, M, None, 0.25, True, True, False, "triton")
-        yield f"step, {layout}", complaints(torch.ops.mdn.momentum_delta_step, arguments)
+        slots = torch.stack([torch.arange(rows)] * 2, dim=1)[:, 0] if general else None  # a column: not contiguous
+        arguments = (*in_order(tokens(rows, layout, general)), S, M, slots, 0.25, True, not general, general, "triton")
+        yield f"step, {kind}", complaints(torch.ops.mdn.momentum_delta_step, arguments)
 
 
 def float16_range():

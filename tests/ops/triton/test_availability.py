@@ -103,6 +103,17 @@ def test_few_sequences_get_narrower_tiles_so_that_there_are_more_programs():
     assert few.value_block < many.value_block
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("key_dim", [64, 128, 256])
+def test_a_tile_has_fewer_warps_only_where_it_has_fewer_columns(target, itemsize, key_dim):
+    """Fewer warps for the same columns would only mean more registers a thread."""
+    for kernel in tiles._TILES:
+        many = tiles.choose_tile(kernel, key_dim, 512, itemsize, target)
+        few = tiles.choose_tile(kernel, key_dim, 512, itemsize, target, heads=1)
+        assert few == many or few.value_block < many.value_block
+
+
 def test_a_decoding_step_has_programs_of_one_warp():
     """With more of them, sums over K would go through shared memory, with bank conflicts and barriers."""
     sizes = ((128, 256, 6), (128, 256, 48), (256, 512, 6), (256, 512, 48))

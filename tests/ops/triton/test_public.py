@@ -37,9 +37,8 @@ def test_results_do_not_depend_on_the_order_of_programs(results):
 
 
 def test_custom_ops_keep_their_promises_for_transposed_expanded_and_empty_inputs(results):
-    layouts = ("contiguous", "transposed", "expanded", "empty")
-    ops = ("forward", "backward", "step")
-    assert results["custom_ops"] == {f"{op}, {layout}": 0 for layout in layouts for op in ops}
+    kinds = ("contiguous", "transposed", "expanded", "empty", "general, transposed", "general, empty")
+    assert results["custom_ops"] == {f"{op}, {kind}": 0 for kind in kinds for op in ("forward", "backward", "step")}
 
 
 def test_float16_chunk_states_cannot_overflow(results):

@@ -227,4 +227,4 @@ def test_the_whole_self_test_passes_under_the_interpreter(tmp_path):
     assert done.stdout == (tmp_path / "report.txt").read_text()
     assert "Triton's interpreter on the CPU" in done.stdout
     assert re.search(r"^generate with a tiny model +0\.0e\+00", done.stdout, re.MULTILINE)
-    assert done.stdout.endswith("14 of 14 passed\nplease send report.txt back, whatever it says\n")
+    assert done.stdout.endswith("16 of 16 passed\nplease send report.txt back, whatever it says\n")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mdn.bench.kernels import Variant
-from mdn.ops.triton.tiles import assume_heads
+from mdn.ops.triton.tiles import FULL_GPU, assume_heads
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def run_mdn(size: Size, length: int, after_pass: Callable[[], None] | None = Non
     """Forward and backward of the momentum delta rule, with the tiles of a full GPU. ``after_pass`` is called after
     each of the two, here and in the other ops."""
     variant = Variant("", size.key_dim, size.value_dim, 1, length, size.heads, size.heads)
-    with assume_heads(8 * size.heads):
+    with assume_heads(FULL_GPU):
         for which in ("forward", "backward"):
             variant.run(which)
             if after_pass is not None:

@@ -7,7 +7,8 @@ else runs on the SM. Loops with constant bounds are followed as often as they tu
 way. A loop whose bound is not known is followed four times; of a loop over a sequence's chunks the last turn counts.
 Code behind `if x != 0.0:` of a float is for numbers that are not finite, and is not followed.
 
-Weak points: cache hits (all global loads cost the same), barriers and fences (a constant each), and other warps.
+Weak points: cache hits (all global loads cost the same), barriers and fences (a constant each), other warps, and
+asynchronous copies: a wait for them costs nothing here, `copies_in_flight` says how much time they have.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def load_grad_decay(
 
 
 @triton.jit
-def adjoint_rows(gates, grad_gamma_S, grad_gamma_M, write_S, write_M, C: tl.constexpr):
+def adjoint_rows(gates, grad_gamma_S, grad_gamma_M, write_S, write_M, C: tl.constexpr, THREADS: tl.constexpr):
     """(16), from the last token to the first: replaces the rows of grad_gamma_S [C, C] by those that also hold what
     later rows hand back, and writes those of grad_gamma_M [C, C]. write_S, write_M [C]: of the last rows, through the
     states."""
@@ -59,8 +59,8 @@ def adjoint_rows(gates, grad_gamma_S, grad_gamma_M, write_S, write_M, C: tl.cons
         given = ()
         for token in tl.static_range(16):
             given = given + (tl.load(grad_gamma_S + (first + token) * C + j),)  # type: ignore[assignment]  # noqa: RUF005
-        if C < 64:
-            # Several threads hold a row of fewer numbers: all have read it before one of them replaces it.
+        if C < THREADS:
+            # Several threads hold each number of a row: all have read it before one of them replaces it.
             tl.debug_barrier()
         for back in tl.static_range(16):
             i = first + 15 - back
@@ -94,6 +94,7 @@ def backward_gates_kernel(
     P_TIMES_ALPHA: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
     PACKED: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     chunk, head = locate_chunk(chunk_indices, cu_seqlens, time, HV, HV, C, PACKED)
     slot = chunk.slot
@@ -101,7 +102,7 @@ def backward_gates_kernel(
     gates = vectors + (slot * VECTORS + GATES) * C
     write_S = tl.load(vector_at(grad_vectors, slot, GRAD_WRITE_S, GRAD_VECTORS, C))
     write_M = tl.load(vector_at(grad_vectors, slot, GRAD_WRITE_M, GRAD_VECTORS, C))
-    adjoint_rows(gates, grad_gamma_S + square, grad_gamma_M + square, write_S, write_M, C)
+    adjoint_rows(gates, grad_gamma_S + square, grad_gamma_M + square, write_S, write_M, C, THREADS)
     tl.debug_barrier()
 
     rows = tl.arange(0, C)

@@ -195,18 +195,20 @@ class Pass:
         return self.sequences * self.value_heads * triton.cdiv(self.value_dim, value_block)
 
     def _start(self, kernel: Any, programs: Callable[[Tile], int]) -> None:
+        target = target_of(self.tensors.q.device)
         tile = choose_tile(
             kernel_name(kernel),
             self.key_dim,
             self.value_dim,
             self.operand_dtype.itemsize,
-            target_of(self.tensors.q.device),
+            target,
             chunk_size=self.chunk_size,
             given_p=self.tensors.p is not None,
             grouped=self.value_heads > self.key_heads,
             heads=self.sequences * self.value_heads,
         )
-        start(kernel, (programs(tile),), tile, self.arguments | {"BV": tile.value_block})
+        threads = tile.warps * (64 if target.startswith("gfx9") else 32)
+        start(kernel, (programs(tile),), tile, self.arguments | {"BV": tile.value_block, "THREADS": threads})
 
     def prepare(self, backward: bool) -> Tensor:
         """The state-free part of all chunks: what both passes begin with. Returns erase, which becomes an argument of
@@ -326,10 +328,9 @@ def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tenso
     if q.is_cuda:
         announce_build("decoding step", key_dim, value_dim, q.dtype, 10)
     tile = choose_tile("decode", key_dim, value_dim, S.element_size(), target_of(q.device), heads=rows)
-    arguments: dict[str, Any] = {"direct": None} | {
-        name: None if x is None else x.contiguous() for name, x in tensors._asdict().items()
-    }
-    arguments |= {"S": S, "M": M, "slots": S.shape[0], "state_indices": state.state_indices, "o": o}
+    read = {"direct": None} | tensors._asdict() | {"state_indices": state.state_indices}
+    arguments: dict[str, Any] = {name: None if x is None else x.contiguous() for name, x in read.items()}
+    arguments |= {"S": S, "M": M, "slots": S.shape[0], "o": o}
     arguments |= zip(("S_slot_stride", "S_head_stride", "S_row_stride"), S.stride()[:3])
     arguments |= zip(("M_slot_stride", "M_head_stride", "M_row_stride"), (0, 0, 0) if M is None else M.stride()[:3])
     arguments |= {"H": heads, "HV": value_heads, "K": key_dim, "V": value_dim, "scale": options.scale}

@@ -29,6 +29,7 @@ from torch import Tensor
 
 import mdn.ops
 from mdn.ops.triton.availability import interpreting, triton_version, why_unavailable
+from mdn.ops.triton.tiles import FULL_GPU, assume_heads
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 BITWISE_REPEATS = 20
@@ -55,6 +56,8 @@ class Case:
     batch: int = 1
     general: bool = False
     """a direct write and the look-ahead error"""
+    wide: bool = False
+    """with the tiles of a batch that fills a GPU"""
 
 
 CASES = (
@@ -63,6 +66,8 @@ CASES = (
     Case("float16, K=V=64", torch.float16, 200, 2, 2, 64, 64),
     Case("bfloat16, K=128, V=256", torch.bfloat16, 300, 2, 2, 128, 256),
     Case("bfloat16, K=256, V=512", torch.bfloat16, 200, 1, 1, 256, 512),
+    Case("bfloat16, K=128, V=256, wide tiles", torch.bfloat16, 300, 1, 1, 128, 256, wide=True),
+    Case("bfloat16, K=256, V=512, wide tiles", torch.bfloat16, 200, 1, 1, 256, 512, wide=True),
     Case("bfloat16, grouped value heads", torch.bfloat16, 150, 2, 4, 128, 128),
     Case("float32, given p, chunk 32", torch.float32, 100, 1, 2, 64, 48, 32, True),
     Case("float32, chunk 16", torch.float32, 70, 1, 1, 32, 32, 16),
@@ -114,9 +119,10 @@ def outputs_and_gradients(
 def run_case(case: Case, device: torch.device) -> float:
     """The largest relative error over outputs, final states and all gradients."""
     tensors = make_inputs(case, device)
-    found = outputs_and_gradients(
-        mdn.ops.chunk_momentum_delta_rule, tensors, case, chunk_size=case.chunk_size, backend="triton"
-    )
+    with assume_heads(FULL_GPU if case.wide else None):
+        found = outputs_and_gradients(
+            mdn.ops.chunk_momentum_delta_rule, tensors, case, chunk_size=case.chunk_size, backend="triton"
+        )
     exact = {name: x.double().cpu() for name, x in tensors.items()}
     return largest_error(found, outputs_and_gradients(mdn.ops.recurrent_momentum_delta_rule, exact, case))
 

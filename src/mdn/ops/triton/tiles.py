@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+FULL_GPU = 1024
+"""sequences times value heads of a batch that fills a GPU: tiles are as wide as they get"""
 _assumed_target: str | None = None
 _assumed_heads: int | None = None
 
@@ -30,8 +32,8 @@ def assume_target(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def assume_heads(count: int) -> Iterator[None]:
-    """Choose tiles as for this many sequences times value heads, whatever the tensors say."""
+def assume_heads(count: int | None) -> Iterator[None]:
+    """Choose tiles as for this many sequences times value heads, whatever the tensors say; None: as they say."""
     global _assumed_heads
     before, _assumed_heads = _assumed_heads, count
     try:
@@ -84,7 +86,7 @@ def choose_tile(
     chunk_size: int = 64,
     given_p: bool = False,
     grouped: bool = False,
-    heads: int = 1024,
+    heads: int = FULL_GPU,
 ) -> Tile:
     """The tile of a kernel for operands of ``itemsize`` bytes and ``heads`` sequences times value heads, ``grouped`` if
     several value heads share a key head."""
@@ -95,9 +97,9 @@ def choose_tile(
     else:
         table = next((found for family, found in _FAMILIES.items() if target.startswith(family)), _TILES)
     tile = table.get(kernel, _TILES[kernel])[large]
-    if kernel in _NARROWEST and heads * value_dim < 2 * _FEW_PROGRAMS * tile.value_block:
+    columns, warps = _NARROWEST.get(kernel, (tile.value_block, tile.warps))
+    if tile.value_block > columns and heads * value_dim < 2 * _FEW_PROGRAMS * tile.value_block:
         # Too few programs to fill the GPU: narrower tiles make more of them, and each turn of a scan is shorter.
-        columns, warps = _NARROWEST[kernel]
         tile = replace(tile, value_block=max(columns, tile.value_block // 2), warps=max(warps, tile.warps // 2))
     if given_p and power_of_two(key_dim) > 64:
         # A third [C, K] operand takes the shared memory of one stage. With K <= 128 two stages fit nevertheless.
