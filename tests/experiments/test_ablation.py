@@ -19,7 +19,7 @@ from mdn.experiments.ablation_cells import (
     choose_rows,
     train_ablation,
 )
-from mdn.experiments.ablation_results import summarise, tables
+from mdn.experiments.ablation_results import added, difference, summarise, tables
 from mdn.experiments.grid import run_cell
 from mdn.experiments.paper_backend import paper_backend
 from mdn.layers import MomentumDeltaNet
@@ -109,7 +109,7 @@ def test_mu_zero_trains_in_exact_arithmetic_and_fails_at_step_1_in_the_papers(tm
 
 def finished(arithmetic=EXACT, steps=200, **changes):
     result = {"row": "alpha_max = 1", "seed": 0, "steps": steps, "diverged": None, "held_out": {"bits_per_byte": 2.0}}
-    return result | {"arithmetic": arithmetic, "largest log10 growth": 0.5} | changes
+    return result | {"arithmetic": arithmetic, "largest log10 growth": 0.5, "seconds": 60.0} | changes
 
 
 def verdict_of(*results):
@@ -129,7 +129,51 @@ def test_a_row_is_stable_only_where_stability_was_tested():
     assert verdict_of(finished(PAPER)) == "not tested: the exact form did not run"
 
 
+# --------------------------------------------------------------------------------------------------- rows beside others
+
+
+def row_of(name, *bits):
+    results = [finished(row=name, seed=seed, held_out={"bits_per_byte": value}) for seed, value in enumerate(bits)]
+    return summarise(results)[0]
+
+
+def test_hybrids_are_compared_with_their_own_depth_and_the_others_with_the_full_model():
+    rows = [
+        row_of("full", 2.0, 2.1),
+        row_of("mu = 0", 1.5, 1.6),
+        row_of("8 layers", 3.0, 3.1),
+        row_of("hybrid 3:1", 3.0),
+    ]
+    assert difference(rows[0], rows) is difference(rows[2], rows) is difference(rows[3], rows) is None
+    assert difference(rows[1], rows).mean == pytest.approx(-0.5)
+    rows[3] = row_of("hybrid 3:1", 3.2, 3.3)
+    assert difference(rows[3], rows).mean == pytest.approx(0.2)
+    (table,) = tables({"rows": rows, "cells": 8, "of": 8})
+    assert [row[4] for row in table.rows] == ["–", "**-0.500 ± 0.304**", "–", "0.200 ± 0.304"]
+
+
+def test_rows_are_added_to_recorded_ones_or_replace_them_in_the_order_of_the_table():
+    recorded = {"command": "mdn ablate", "scale": {"steps": 200}, "cells": 4, "of": 4}
+    recorded |= {"rows": [row_of("full", 2.0, 2.1), row_of("beta_max = 1", 2.0, 2.2)]}
+    new = {"scale": {"steps": 200}, "cells": 3, "of": 3, "rows": [row_of("mu = 0", 1.0), row_of("full", 1.9, 1.8)]}
+    both = added(recorded, new, "mdn ablate --rows ...")
+    assert [row["row"] for row in both["rows"]] == ["full", "mu = 0", "beta_max = 1"]
+    assert [row.get("command") for row in both["rows"]] == ["mdn ablate --rows ..."] * 2 + [None]
+    assert (both["cells"], both["of"], both["command"]) == (5, 5, "mdn ablate")
+    with pytest.raises(ValueError, match="--add-to: the rows there were trained with"):
+        added(recorded, new | {"scale": {"steps": 2}}, "")
+
+
 # ----------------------------------------------------------------------------------------------- the paper's arithmetic
+
+
+@pytest.mark.parametrize(("form", "is_finite"), [(masked_coefficients, True), (log_domain_coefficients, False)])
+def test_entries_that_nobody_uses_spoil_the_gradient_if_they_are_masked_after_the_exponential(form, is_finite):
+    log_alpha, log_mu = (torch.full((64,), value, requires_grad=True) for value in (-2.0, -2.0))
+    found = form(log_alpha, log_mu, torch.full((64,), 0.1))
+    assert found.gamma.isfinite().all()
+    grads = torch.autograd.grad(found.gamma.sum(), (log_alpha, log_mu))
+    assert all(grad.isfinite().all() for grad in grads) == is_finite
 
 
 def test_the_masked_log_domain_coefficients_have_the_values_of_the_papers():
@@ -203,5 +247,10 @@ def test_ablate_prints_a_table_and_writes_figure_and_results(tmp_path, scale, ca
     assert read_results(tmp_path / "a.json", "ablations")["rows"][0]["diverged at"] == [None]
     assert (tmp_path / "a.json").read_text() == (tmp_path / "out" / "results.json").read_text()
     assert (tmp_path / "a.svg").is_file()
+    more = ["--rows", "mu = 0", *options[2:], *where, "--add-to", str(tmp_path / "a.json")]
+    assert main(["ablate", *more]) == 0
+    together = read_results(tmp_path / "a.json", "ablations")
+    assert [row["row"] for row in together["rows"]] == ["full", "mu = 0"]
+    assert (together["cells"], together["of"]) == (2, 2)
     assert main(["ablate", "--only-read", "--out", str(tmp_path / "empty")]) == 2
     assert "holds no finished cell" in capsys.readouterr().err

@@ -120,7 +120,41 @@ def test_the_best_learning_rate_is_by_the_mean_over_seeds_and_segments(recipe_fi
     assert spread([0.7, 0.8]) == pytest.approx(0.0707, abs=1e-4)
     (table,) = tables({"chosen": chosen, "recipe": {"name": "tiny"}})
     assert table.header[5:7] == ["16:2", "32:4"]
-    assert "75.0 ± 7.1 | 55.0 ± 7.1 | 65.0 ± 7.1" in str(table)
+    assert "75.0 ± 7.1 | 55.0 ± 7.1 | 65.0 ± 7.1 | 60.0, 70.0" in str(table)
+
+
+def grid_of(**accuracies):
+    """What ``choose`` says about mixers with these accuracies on both segments, seed by seed."""
+    runs = [
+        hand_made(mixer, 1e-2, seed, value, value)
+        for mixer, values in accuracies.items()
+        for seed, value in enumerate(values)
+    ]
+    return {"chosen": choose(runs), "recipe": {"name": "tiny", "task": {"rewriting": True}, "test": SEGMENTS}}
+
+
+SEGMENTS = [{"length": 16, "pairs": 2}, {"length": 32, "pairs": 4}]
+
+
+def test_the_differences_from_mdn_have_welchs_interval_and_a_verdict():
+    content = grid_of(momentum_deltanet=(0.90, 0.92), kda=(0.89, 0.95), comba=(0.5, 0.52), mamba2=(0.98, 1.0))
+    _, differences = tables(content)
+    shown = {row[0]: (row[-2], row[-1]) for row in differences.rows}
+    assert list(shown) == ["mamba2", "kda", "comba"]  # the best others first
+    # Two seeds each: the standard error of the difference is 0.01414 with two degrees of freedom, t = 4.303.
+    assert shown["comba"] == ("**40.0 ± 6.1**", "momentum_deltanet is better")
+    assert shown["mamba2"][1] == "mamba2 is better"
+    assert shown["kda"][1] == "cannot be told apart"
+    assert len(tables(grid_of(momentum_deltanet=(0.9,), kda=(0.8,)))) == 1  # one seed decides nothing
+
+
+def test_bars_stay_on_the_axis_and_the_title_names_the_task():
+    (axis,) = draw(grid_of(momentum_deltanet=(1.0, 1.0, 0.2))).axes
+    assert axis.get_title() == "MQAR with rewriting, d 16"
+    low, high = axis.get_ylim()
+    ends = [y for container in axis.containers for bar in container[2] for line in bar.get_segments() for _, y in line]
+    assert ends
+    assert all(low < y < high for y in ends)
 
 
 def test_a_rate_with_missing_seeds_cannot_win(recipe_file):
@@ -137,7 +171,7 @@ def test_the_figure_has_a_panel_per_size_and_a_place_per_segment(recipe_file, tm
     recipe = load_mqar_recipe(recipe_file).model_dump(mode="json")
     save_figure(draw({"chosen": chosen, "recipe": recipe}), tmp_path / "figure.png", command="mdn mqar")
     words = (tmp_path / "figure.svg").read_text()
-    assert all(word in words for word in ("recall, d 16", ">16:2<", ">32:4<", ">attention<", ">kda<"))
+    assert all(word in words for word in ("MQAR, d 16", ">16:2<", ">32:4<", ">attention<", ">kda<"))
 
 
 @pytest.mark.parametrize("name", ["paper", "quick", "rewrite"])

@@ -15,7 +15,7 @@ from mdn.experiments.studies.catalogue import STUDIES
 from mdn.experiments.studies.contestants import CONTESTANTS, contestant
 from mdn.experiments.studies.statistics import difference_interval, is_told_apart, mean_interval, t_quantile
 from mdn.experiments.studies.study import TUNING_SEED, Study, StudyCell, train_study_cell
-from mdn.experiments.studies.summary import draw, mean_curve, seed_means, summarise, tables
+from mdn.experiments.studies.summary import curve_by_seed, draw, seed_means, summarise, tables
 from study_cases import record, tiny
 
 # --------------------------------------------------------------------------------------------------------- statistics
@@ -250,7 +250,7 @@ def test_a_task_with_checkpoints_shows_how_far_apart_its_models_are_over_the_tok
     (task,) = recorded["tasks"]
     for row, halfway in zip(task["rows"], (0.5, 0.9)):
         row["curves"] = [[{"steps": 2, "scores": {"1x": halfway, "2x": halfway}}]] * 2
-    assert mean_curve(task["rows"][0], 4) == {2: 0.5, 4: pytest.approx(0.2)}
+    assert curve_by_seed(task["rows"][0], 4) == {2: [0.5, 0.5], 4: [pytest.approx(0.1), pytest.approx(0.3)]}
     (axis,) = [axis for axis in draw(recorded).axes if axis.get_xlabel() == "million tokens"]
     gaps = {line.get_label(): list(line.get_ydata()) for line in axis.get_lines()}
     assert gaps == {"MDN": [0, 0], "GDN": [pytest.approx(0.4), pytest.approx(0.3)]}

@@ -8,7 +8,7 @@ import pytest
 from mdn.common.results import read_results, write_results
 from mdn.experiments.studies import answers, oscillation, overview, pages, retrieval
 from mdn.experiments.studies.catalogue import STUDIES
-from mdn.experiments.studies.findings import comparison_table
+from mdn.experiments.studies.findings import FIRST, LEVEL, SECOND, comparison_table
 from mdn.experiments.studies.overview import summarise_overview
 from mdn.experiments.studies.study import EQUAL_PARAMETERS
 
@@ -47,6 +47,7 @@ def made_up(study, missing=()):
                 "steps": task.steps,
                 "batch_tokens": task.settings().get("batch_tokens"),
                 "seeds": task.seeds,
+                "rates": task.rates,
                 "metric": vars(metric),
                 "baselines": {"chance": dict.fromkeys(tests, 0.1)} if study.name == "state-tracking" else {},
                 "rows": rows,
@@ -117,28 +118,47 @@ def test_further_points_leave_out_what_the_answer_spells_out():
 
 
 @pytest.mark.parametrize(
-    ("gaps", "verdict"),
+    ("gaps", "spread", "verdict"),
     [
-        ((0.2, 0.15, 0.14), "so that it lasts"),
-        ((0.2, 0.1, 0.05), "so that it shrinks to less than half but remains"),
-        ((0.2, 0.1, -0.05), "so that it changes its sign"),
-        ((0.2, 0.1, 0.0), "so that it can no longer be told from zero"),
+        ((0.2, 0.15, 0.14), 0.001, "so that it lasts"),
+        ((0.2, 0.1, 0.05), 0.001, "so that it shrinks to less than half but remains"),
+        ((0.2, 0.1, -0.05), 0.001, "so that it changes its sign"),
+        ((0.2, 0.1, 0.0), 0.001, "so that it can no longer be told from zero"),
+        ((0.2, 0.1, 0.0), 0.1, "so that it cannot be told from zero"),
     ],
 )
-def test_the_language_answer_says_whether_the_gap_to_mu_0_lasts(gaps, verdict):
+def test_the_language_answer_says_whether_the_gap_to_mu_0_lasts(gaps, spread, verdict):
     content = made_up(STUDIES["language"])
     longest = content["tasks"][-1]
     million = 1_000_000 // longest["batch_tokens"]
     for row in longest["rows"]:
         ahead = gaps if row["contestant"] == "mdn" else (0.0, 0.0, 0.0)
-        row["curves"] = [[{"steps": n * million, "scores": {"1x": 2 + gap}} for n, gap in zip((1, 4), ahead)]] * 2
+        row["curves"] = [
+            [{"steps": n * million, "scores": {"1x": 2 + gap + noise}} for n, gap in zip((1, 4), ahead)]
+            for noise in (0.0, spread)
+        ]
         row["scores"] = {"1x": [2 + ahead[2], 2.001 + ahead[2]]}
     first, second = answers.language(content)
-    assert first.startswith("With equal parameters, ")
-    shown = f"{gaps[0]:.3f} after 1 million, {gaps[1]:.3f} after 4 million and {gaps[2]:.3f} after 12 million tokens"
-    assert second == f"In bits per byte, MDN minus mu = 0 is {shown}, {verdict}"
+    assert first.startswith("After 4 million tokens of bytes, with equal parameters and two seeds, MDN (")
+    shown = r"{:.3f} ± 0\.\d+, {:.3f} ± 0\.\d+ and {:.3f} ± 0\.\d+ after 1, 4 and 12 million tokens".format(*gaps)
+    assert re.fullmatch(rf"In runs three times as long, MDN minus mu = 0 is {shown}, {verdict}", second)
     longest["rows"] = [row for row in longest["rows"] if row["contestant"] != "mu0"]
     assert answers.language(content)[1].endswith("the runs of mu = 0 over 12 million tokens are missing")
+
+
+def test_the_language_answer_compares_mdn_with_both_in_one_clause():
+    content = made_up(STUDIES["language"])
+    rows = {row["contestant"]: row for row in content["tasks"][0]["rows"]}
+    for name, scores in {"mdn": [1.66, 1.68], "mu0": [1.665, 1.673], "gdn": [1.60, 1.66]}.items():
+        rows[name]["scores"] = {"held out": scores}
+    first, _ = answers.language(content)
+    assert first.replace("\u00a0", " ") == (
+        "After 4 million tokens of bytes, with equal parameters and two seeds, MDN (1.670 bits per byte) "
+        "cannot be told apart from mu = 0 (1.669) or GDN (1.630)"
+    )
+    rows["mdn"]["scores"], rows["gdn"]["scores"] = {"held out": [1.67, 1.671]}, {"held out": [1.5, 1.501]}
+    first, _ = answers.language(content)
+    assert first.endswith("is worse than GDN (1.500), and cannot be told apart from mu = 0 (1.669)")
 
 
 def test_the_ablation_answer_names_the_rows_that_differ():
@@ -156,13 +176,22 @@ def test_the_ablation_answer_names_the_rows_that_differ():
 
 
 def test_the_paper_claims_are_judged_by_the_comparisons():
-    words = " ".join(answers.claim(made_up(retrieval.STUDY)).split())
+    content = made_up(retrieval.STUDY)
+    words = " ".join(answers.claim(content).split())
     assert words.startswith(
-        "That MDN is better than Gated DeltaNet is confirmed on recall, rewriting, noisy recall and needles."
+        "Recall, rewriting, noisy recall and needles confirm that MDN is better than Gated DeltaNet."
     )
     assert len(sentences(words)) == 3
+    for task in content["tasks"]:
+        task["rows"][0]["scores"] = {"1x": [0.01 * seed for seed in range(5)]}
+    words = " ".join(answers.claim(content).split())
+    assert words.startswith(
+        "No task confirms that MDN is better than Gated DeltaNet; recall, rewriting, noisy recall and needles "
+        "contradict it."
+    )
     assert "open" in answers.claim(made_up(STUDIES["language"], ("gdn",)))
-    assert "not confirmed: MDN is better than GDN" in answers.claim(made_up(STUDIES["language"]))
+    words = " ".join(answers.claim(made_up(STUDIES["language"])).split())
+    assert re.match(r"The runs here contradict this: MDN minus GDN is -\d\.\d+ ± \d\.\d+ bits per byte with", words)
     with pytest.raises(ValueError, match="'oscillation'"):
         answers.claim(made_up(oscillation.STUDY))
 
@@ -195,32 +224,39 @@ def test_the_overview_compares_errors_where_all_seeds_are_there(recorded):
     assert summarise_overview([recorded])["rows"] == []
 
 
-def test_the_overview_says_in_words_what_the_intervals_say():
-    def rows(phrase, learnt, *intervals):
-        names = {"study": "retrieval", "task": phrase, "phrase": phrase, "learnt": learnt, "seeds": 5}
+def test_the_overview_says_in_words_what_the_pages_say():
+    def rows(phrase, learnt, *verdicts, seeds=5):
+        names = {"study": "retrieval", "task": phrase, "phrase": phrase, "learnt": learnt, "seeds": seeds}
+        intervals = {FIRST: (0.2, 0.6), SECOND: (1.2, 1.6), LEVEL: (0.8, 1.2)}
         return [
-            names | pair._asdict() | {"ratio": (low + high) / 2, "low": low, "high": high}
-            for pair, (low, high) in zip(overview.COMPARISONS, intervals)
+            names | pair._asdict() | {"verdict": verdict, "ratio": (low + high) / 2, "low": low, "high": high}
+            for pair, verdict, (low, high) in zip(overview.COMPARISONS, verdicts, map(intervals.get, verdicts))
         ]
 
-    lower, higher, same = (0.2, 0.6), (1.2, 1.6), (0.8, 1.2)
     found = [
-        *rows("the resonator", True, lower, lower, lower),
-        *rows("noisy recall", True, lower, same, same),
-        *rows("rewriting", True, higher, same, higher),
-        *rows("parity", True, same),
-        *rows("A5", False, same, same, same),
+        *rows("the resonator", True, FIRST, FIRST, FIRST),
+        *rows("recall", True, FIRST, LEVEL, LEVEL),
+        *rows("rewriting", True, SECOND, LEVEL, SECOND),
+        *rows("parity", True, LEVEL, seeds=2),
+        *rows("A5", False, LEVEL, LEVEL, LEVEL),
+        *rows("S3", False, LEVEL, LEVEL, LEVEL),
     ]
-    assert " ".join(overview.in_words({"rows": found}).split()) == (
-        "Momentum lowers the error on the resonator at equal parameters and at equal state. "
-        "It lowers the error on noisy recall at equal parameters, not at equal state. "
-        "It raises the error on rewriting at equal parameters, and in one of the two comparisons at equal state. "
-        "It makes no measurable difference on parity at equal parameters (equal state is not recorded). "
-        "No model learns A5, so that these tasks decide nothing."
-    )
+    points = " ".join(overview.in_words({"rows": found}).split()).removeprefix("- ").split(" - ")
+    assert points == [
+        "Momentum lowers the error on the resonator at equal parameters and at equal state.",
+        "Momentum lowers the error on recall at equal parameters, but not at equal state.",
+        "Momentum raises the error on rewriting at equal parameters, and in one of the two comparisons at equal state.",
+        "Momentum makes no measurable difference on parity (two seeds) at equal parameters (equal state was not "
+        "compared).",
+        "On average over seeds no model learns A5 or S3: these tasks decide nothing.",
+    ]
+    found[3] |= {"verdict": LEVEL}
+    said = " ".join(overview.in_words({"rows": found}).split())
+    assert "On recall at equal parameters (MDN / GDN) the interval of the ratio leaves out 1, but that of" in said
     drawn = [label.get_text() for label in overview.draw({"rows": found}).axes[0].get_yticklabels()]
     assert drawn[0] == "retrieval: the resonator"
-    assert drawn[-1] == "retrieval: A5 (not learnt)"
+    assert drawn[3] == "retrieval: parity (two seeds)"
+    assert drawn[-1] == "retrieval: S3 (not learnt)"
 
 
 def test_a_task_is_learnt_when_a_model_gets_half_of_the_way_in_one_test():
@@ -229,7 +265,7 @@ def test_a_task_is_learnt_when_a_model_gets_half_of_the_way_in_one_test():
         for row in task["rows"]:
             row["scores"] = {"1x": [0.1, 0.1], "2x": [0.1, 0.1], "4x": [0.2, 0.2]}
         task["rows"][-1]["scores"]["2x"] = [best - 0.1, best + 0.1]
-        assert overview.learnt(task) == learnt
+        assert answers.learnt(task) == learnt
 
 
 @pytest.mark.parametrize(

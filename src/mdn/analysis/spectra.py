@@ -72,7 +72,7 @@ def tables(content: dict[str, Any]) -> list[Table]:
 def draw(content: dict[str, Any]) -> Any:
     """One unit disc per panel."""
     panels = content["panels"]
-    columns = len(panels) if len(panels) <= 4 else 3
+    columns = len(panels) if len(panels) <= 4 else min((3, 4), key=lambda number: -len(panels) % number)
     rows = -(-len(panels) // columns)
     size = (3.1 * columns, 3.3 * rows + 0.3)
     fig, axes = figure("Eigenvalues of one step", "real", "imaginary", rows=rows, columns=columns, size=size)

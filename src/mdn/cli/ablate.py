@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mdn.cli.options import add_output_arguments, output_directory, positive_int, whole_number
+from mdn.cli.options import add_output_arguments, output_directory, output_file, positive_int, whole_number
 
 HELP = "the paper's ablations at a small scale: loss, divergence, and whether it is arithmetic or dynamics"
 EXAMPLE = "mdn ablate --rows components --seeds 2 --out runs/ablate --plot ablations.png"
@@ -28,21 +28,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only-read", action="store_true", help="train nothing: show the table of the recorded results"
     )
+    parser.add_argument("--add-to", type=output_file, metavar="FILE", help="add the rows to the results in FILE")
     add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     from functools import partial
 
-    from mdn.common.results import write_results
+    from mdn.common.results import command_line, read_results, write_results
     from mdn.common.workers import processes_from
     from mdn.experiments.ablation_cells import AblationScale, ablation_cells, choose_rows, train_ablation
-    from mdn.experiments.ablation_results import draw, summarise, tables
+    from mdn.experiments.ablation_results import added, draw, summarise, tables
     from mdn.experiments.grid import run_grid
 
     scale = AblationScale(
         steps=args.steps, paper_steps=args.paper_steps, batch_tokens=args.batch_tokens, text=args.text
     )
+    recorded = None if args.add_to is None else read_results(args.add_to, "ablations")
     cells = ablation_cells(choose_rows(args.rows), args.seeds, args.paper_seeds, scale)
     processes = 0 if args.only_read else processes_from(args.processes)
     results = list(run_grid(cells, partial(train_ablation, out=args.out), args.out, processes, "ablations").values())
@@ -54,6 +56,9 @@ def run(args: argparse.Namespace) -> None:
     print(f"\n{minutes:.1f} minutes of training")
     for path in (args.out / "results.json", args.json):
         write_results(path, "ablations", content)
+    if recorded is not None:
+        content = added(recorded, content, command_line())
+        write_results(args.add_to, "ablations", content)
     if args.plot is not None:
         from mdn.common.plots import save_figure
 

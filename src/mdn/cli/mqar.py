@@ -49,9 +49,16 @@ def run(args: argparse.Namespace) -> None:
     job = partial(train_and_test, save_to=out / "models" if args.save_models else None)
     results = run_grid(recipe.cells(), job, out, processes, recipe.name)
     chosen = choose(results.values())
-    content = {"recipe": recipe.model_dump(mode="json"), "chosen": chosen, "provenance": provenance(seed=None)}
-    (table,) = tables(content)
-    write_atomically(out / "table.md", f"{table}\n".encode())
+    minutes = sum(result.get("processor_seconds", 0.0) for result in results.values()) / 60
+    content = {
+        "recipe": recipe.model_dump(mode="json"),
+        "cells": len(results),
+        "processor_minutes": round(minutes, 1),
+        "chosen": chosen,
+        "provenance": provenance(seed=None),
+    }
+    shown = "\n\n".join(map(str, tables(content)))
+    write_atomically(out / "table.md", f"{shown}\n".encode())
     for path in (out / "results.json", args.json):
         write_results(path, "mqar", content)
-    print(f"{table}\n\nfigure: {save_figure(draw(content), out / 'accuracy.png')[0]}")
+    print(f"{shown}\n\nfigure: {save_figure(draw(content), out / 'accuracy.png')[0]}")

@@ -13,13 +13,16 @@ from typing import Any
 from mdn.experiments.studies.catalogue import STUDIES
 from mdn.experiments.studies.contestants import CONTESTANTS
 from mdn.experiments.studies.findings import FIRST, LEVEL, SECOND, UNDECIDED, Finding, findings, labels
-from mdn.experiments.studies.statistics import is_told_apart
+from mdn.experiments.studies.statistics import difference_interval, is_told_apart
 from mdn.experiments.studies.study import EQUAL_PARAMETERS, EQUAL_STATE, NO_BREAK, Comparison
-from mdn.experiments.studies.summary import label, mean_curve, metric_of, seed_means
+from mdn.experiments.studies.summary import curve_by_seed, label, metric_of
 
 Sentences = tuple[str, str]
 """without their full stops"""
 MU_ZERO = Comparison("mdn", "mu0", "equal parameters")
+SPELT_OUT = {"language": (MU_ZERO, EQUAL_PARAMETERS)}
+"""the comparisons in an answer, by study; the others spell out that at equal parameters"""
+COUNTS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}
 
 
 def listed(items: Sequence[str], last: str = "and") -> str:
@@ -53,10 +56,10 @@ def further(content: dict[str, Any]) -> str:
     points = []
     for comparison in STUDIES[content["study"]].comparisons:
         found = clauses(content, comparison)
-        if found and comparison != EQUAL_PARAMETERS:
+        if found and comparison not in SPELT_OUT.get(content["study"], (EQUAL_PARAMETERS,)):
             equal = comparison.what[0].upper() + comparison.what[1:]
             points.append(paragraph([f"{equal}: {joined(found)}"], begin="- "))
-    return "\n".join(points) or "Nothing is decided yet."
+    return "\n".join(points) or "No further comparison is decided yet."
 
 
 # --------------------------------------------------------------------------------------------- one comparison at a time
@@ -137,8 +140,14 @@ def half_way(task: dict[str, Any], test: str, score: float) -> bool:
     return score == middle or metric.better(score, middle)
 
 
+def learnt(task: dict[str, Any]) -> bool:
+    """Whether some model, in the mean over its seeds, gets half of the way in some test."""
+    scores = [(test, statistics.fmean(values)) for row in task["rows"] for test, values in row["scores"].items()]
+    return any(half_way(task, test, mean) for test, mean in scores)
+
+
 def state_tracking(content: dict[str, Any]) -> Sentences:
-    """Who follows a state at four times the length of training, and MDN against GDN."""
+    """Who follows a state at four times the length of training, and MDN against GDN on the tasks that are learnt."""
     followed, lost = [], []
     for task in content["tasks"]:
         means = {label(row): statistics.fmean(row["scores"]["4x"]) for row in task["rows"]}
@@ -151,9 +160,10 @@ def state_tracking(content: dict[str, Any]) -> Sentences:
             lost.append(task["phrase"])
     if lost:
         followed.append(f"no model follows {listed(lost, 'or')}")
+    second = equal_parameters(content | {"tasks": [task for task in content["tasks"] if learnt(task)]})
     if not followed:
-        return "Nothing is decided yet at four times the length of training", equal_parameters(content)
-    return f"At four times the length of training, {joined(followed)}", equal_parameters(content)
+        return "Nothing is decided yet at four times the length of training", second
+    return f"At four times the length of training, {joined(followed)}", second
 
 
 def ablation(content: dict[str, Any]) -> Sentences:
@@ -190,9 +200,28 @@ def _is(items: Sequence[str]) -> str:
 def language(content: dict[str, Any]) -> Sentences:
     """MDN against mu = 0 and GDN after 4 million tokens, and whether the gap to mu = 0 lasts."""
     short = content | {"tasks": [task for task in content["tasks"] if task["name"] == "4M tokens"]}
-    found = [clause for comparison in (MU_ZERO, EQUAL_PARAMETERS) for clause in clauses(short, comparison)]
-    first = f"With equal parameters, {joined(found)}" if found else "After 4 million tokens nothing is decided yet"
-    return first, lasting_gap(content)
+    found = [entry for comparison in SPELT_OUT["language"] for entry in findings(short, comparison)]
+    return _mdn_against(found), lasting_gap(content)
+
+
+def _mdn_against(found: Sequence[Finding]) -> str:
+    """MDN against several others on one task: "MDN (1.668) is better than ..., and cannot be told apart from ..."."""
+    verbs = {FIRST: "is better than", SECOND: "is worse than", LEVEL: "cannot be told apart from"}
+    said = []
+    for verdict, verb in verbs.items():
+        others = [
+            f"{labels(entry.comparison)[1]} ({entry.metric.shown(entry.means[1])})"
+            for entry in found
+            if entry.verdict() == verdict
+        ]
+        said += [f"{verb} {listed(others, 'or' if verdict == LEVEL else 'and')}"] if others else []
+    if not said:
+        return "After 4 million tokens nothing is decided yet"
+    task, mdn = found[0].task, found[0].means[0]
+    return (
+        f"After {task['phrase']}, with equal parameters and {COUNTS[task['seeds']]} seeds, "
+        f"MDN ({found[0].metric.in_words(mdn)}) {joined(said)}"
+    )
 
 
 def lasting_gap(content: dict[str, Any]) -> str:
@@ -204,20 +233,24 @@ def lasting_gap(content: dict[str, Any]) -> str:
         return (
             f"Whether the gap to mu = 0 lasts is open: the runs of {listed(missing)} over 12 million tokens are missing"
         )
-    curves = {name: mean_curve(rows[name], task["steps"]) for name in ("mdn", "mu0")}
-    steps = {round(number * task["batch_tokens"] / 1e6): number for number in curves["mdn"]}
-    gaps = {millions: curves["mdn"][steps[millions]] - curves["mu0"][steps[millions]] for millions in (1, 4, 12)}
-    shown = [f"{metric_of(task).shown(gap)} after {millions} million" for millions, gap in gaps.items()]
-    begin, end = gaps[1], gaps[12]
-    if not is_told_apart(seed_means(rows["mdn"]), seed_means(rows["mu0"])):
-        verdict = "so that it can no longer be told from zero"
+    mdn, mu_zero = (curve_by_seed(rows[name], task["steps"]) for name in ("mdn", "mu0"))
+    steps = {round(number * task["batch_tokens"] / 1e6): number for number in mdn}
+    pairs = {millions: (mdn[steps[millions]], mu_zero[steps[millions]]) for millions in (1, 4, 12)}
+    metric, gaps = metric_of(task), {millions: difference_interval(*pair) for millions, pair in pairs.items()}
+    shown = [f"{metric.shown(gap.mean)} ± {metric.shown(gap.half_width)}" for gap in gaps.values()]
+    apart = {millions: is_told_apart(*pair) for millions, pair in pairs.items()}
+    begin, end = gaps[1].mean, gaps[12].mean
+    if not apart[12]:
+        verdict = f"so that it can{' no longer' if apart[1] else 'not'} be told from zero"
     elif begin * end < 0:
         verdict = "so that it changes its sign"
     elif abs(end) < abs(begin) / 2:
         verdict = "so that it shrinks to less than half but remains"
     else:
         verdict = "so that it lasts"
-    return f"In bits per byte, MDN minus mu = 0 is {listed(shown)} tokens, {verdict}"
+    return (
+        f"In runs three times as long, MDN minus mu = 0 is {listed(shown)} after 1, 4 and 12 million tokens, {verdict}"
+    )
 
 
 ANSWERS: dict[str, Callable[[dict[str, Any]], Sentences]] = {
@@ -237,29 +270,34 @@ def claim(content: dict[str, Any]) -> str:
     if content["study"] == "retrieval":
         return paragraph(
             [
-                f"That MDN is better than Gated DeltaNet is {_confirmed(content, EQUAL_PARAMETERS)}",
-                f"That the bounds cost Gated DeltaNet accuracy is {_confirmed(content, by_pair['gdn', 'gdn-bounds'])}",
-                f"That momentum helps within the bounds is {_confirmed(content, by_pair['mdn', 'mu0'])}",
+                _confirmed(content, EQUAL_PARAMETERS, "MDN is better than Gated DeltaNet"),
+                _confirmed(content, by_pair["gdn", "gdn-bounds"], "the bounds cost Gated DeltaNet accuracy"),
+                _confirmed(content, by_pair["mdn", "mu0"], "momentum helps within the bounds"),
             ]
         )
     if content["study"] == "language":
         short = [entry for entry in findings(content, EQUAL_PARAMETERS) if entry.task["name"] == "4M tokens"]
         if not short or short[0].verdict() == UNDECIDED:
             return paragraph(["Whether this is so here is open until the runs of MDN and GDN are recorded"])
-        confirmed = "confirmed" if short[0].verdict() == LEVEL else "not confirmed"
-        return paragraph([f"At this scale this is {confirmed}: {joined(clauses(content, EQUAL_PARAMETERS))}"])
+        (finding,) = short
+        gap, metric = difference_interval(finding.first, finding.second), finding.metric
+        size = f"{metric.shown(gap.mean)} ± {metric.in_words(gap.half_width)}"
+        does = "do not contradict" if finding.verdict() == LEVEL else "contradict"
+        seeds = COUNTS[finding.task["seeds"]]
+        return paragraph([f"The runs here {does} this: MDN minus GDN is {size} with {seeds} seeds"])
     raise ValueError(f"no sentences on the paper's claim are generated for {content['study']!r}")
 
 
-def _confirmed(content: dict[str, Any], comparison: Comparison) -> str:
-    """Whether the first of a comparison is better, and where."""
+def _confirmed(content: dict[str, Any], comparison: Comparison, what: str) -> str:
+    """Which tasks confirm that the first of a comparison is better, and which contradict it."""
     found = findings(content, comparison)
+    if all(entry.verdict() == UNDECIDED for entry in found):
+        return f"Whether {what} is not decided yet"
     where = [entry.task["phrase"] for entry in found if entry.verdict() == FIRST]
     against = [entry.task["phrase"] for entry in found if entry.verdict() == SECOND]
-    if all(entry.verdict() == UNDECIDED for entry in found):
-        return "not decided yet"
-    said = f"confirmed on {listed(where)}" if where else "confirmed on no task"
-    return f"{said}, and the opposite holds on {listed(against)}" if against else said
+    tasks = listed(where) if where else "no task"
+    said = f"{tasks[0].upper()}{tasks[1:]} {'confirm' if len(where) > 1 else 'confirms'} that {what}"
+    return f"{said}; {listed(against)} {'contradict' if len(against) > 1 else 'contradicts'} it" if against else said
 
 
 def best(content: dict[str, Any]) -> str:

@@ -3,55 +3,46 @@
 The error of a task is 1 - accuracy, the squared error, or the bits per byte. The ratio is one of geometric means over
 seeds; its interval is Welch's for the difference of the logarithms. Below 1 momentum pays.
 
-A task counts as learnt if some model of the study reaches, in the mean over its seeds and in at least one test, half of
-the way from knowing nothing (chance, or no right answer, or the error of predicting zero) to a perfect score.
+The sentences follow the verdicts of the studies' pages, which are about the difference of the scores. Where the ratio's
+interval says something else, they say so.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from typing import Any
 
 from mdn.common.plots import COLOURS, figure
 from mdn.common.results import Table
-from mdn.experiments.studies.answers import half_way, listed, paragraph
+from mdn.experiments.studies.answers import COUNTS, learnt, listed, paragraph
 from mdn.experiments.studies.contestants import CONTESTANTS
+from mdn.experiments.studies.findings import FIRST, LEVEL, SECOND, UNDECIDED, findings
 from mdn.experiments.studies.statistics import difference_interval
-from mdn.experiments.studies.study import EQUAL_PARAMETERS, EQUAL_STATE, Comparison
-from mdn.experiments.studies.summary import metric_of, seed_means
+from mdn.experiments.studies.study import EQUAL_PARAMETERS, EQUAL_STATE, Comparison, Metric
 
 SMALLEST_ERROR = 1e-4
 """of an accuracy that tests of a few thousand answers can tell from 1"""
 COMPARISONS = (EQUAL_PARAMETERS, *EQUAL_STATE)
-LOWER, HIGHER, SAME = "lower", "higher", "same"
 
 
 def summarise_overview(contents: list[dict[str, Any]]) -> dict[str, Any]:
     """From the summaries of the studies: the tasks in which every seed of both contestants is recorded."""
     rows = []
     for content in contents:
-        for task in content["tasks"]:
-            errors = {row["contestant"]: log_errors(row, task) for row in task["rows"]}
+        for finding in (entry for comparison in COMPARISONS for entry in findings(content, comparison)):
+            if finding.verdict() == UNDECIDED:
+                continue
+            task, metric = finding.task, finding.metric
+            mean, half = difference_interval(log_errors(finding.first, metric), log_errors(finding.second, metric))
+            ratio = {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
             names = {"study": content["study"], "task": task["name"], "phrase": task["phrase"], "learnt": learnt(task)}
-            for comparison in COMPARISONS:
-                first, second = errors.get(comparison.first, []), errors.get(comparison.second, [])
-                if min(len(first), len(second)) >= task["seeds"]:
-                    mean, half = difference_interval(first, second)
-                    ratio = {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
-                    rows.append(names | {"seeds": len(first)} | comparison._asdict() | ratio)
+            found = {"seeds": len(finding.first), "verdict": finding.verdict()}
+            rows.append(names | found | finding.comparison._asdict() | ratio)
     return {"command": "mdn study all", "rows": rows}
 
 
-def learnt(task: dict[str, Any]) -> bool:
-    """Whether some model gets half of the way in some test."""
-    scores = [(test, statistics.fmean(values)) for row in task["rows"] for test, values in row["scores"].items()]
-    return any(half_way(task, test, mean) for test, mean in scores)
-
-
-def log_errors(row: dict[str, Any], task: dict[str, Any]) -> list[float]:
-    means = seed_means(row)
-    errors = [1 - mean for mean in means] if metric_of(task).higher_is_better else means
+def log_errors(scores: list[float], metric: Metric) -> list[float]:
+    errors = [1 - score for score in scores] if metric.higher_is_better else scores
     return [math.log(max(error, SMALLEST_ERROR)) for error in errors]
 
 
@@ -65,7 +56,10 @@ def between(row: dict[str, Any]) -> str:
 
 def task_label(row: dict[str, Any]) -> str:
     """The task with its study, because names such as "bytes" say too little by themselves."""
-    return f"{row['study'].replace('-', ' ')}: {row['task']}{'' if row['learnt'] else ' (not learnt)'}"
+    notes = [] if row["learnt"] else ["not learnt"]
+    notes += [] if row["seeds"] >= 5 else [f"{COUNTS[row['seeds']]} seeds"]
+    in_brackets = f" ({', '.join(notes)})" if notes else ""
+    return f"{row['study'].replace('-', ' ')}: {row['task']}{in_brackets}"
 
 
 def tables(content: dict[str, Any]) -> list[Table]:
@@ -83,38 +77,41 @@ def tables(content: dict[str, Any]) -> list[Table]:
 
 
 def in_words(content: dict[str, Any]) -> str:
-    """The figure in sentences: where the interval of the ratio leaves out 1, at equal parameters and at equal state."""
+    """A list: what momentum does to the error on which tasks, at equal parameters and at equal state."""
     by_task: dict[str, dict[Comparison, dict[str, Any]]] = {}
     for row in content["rows"]:
-        by_task.setdefault(row["phrase"], {})[compared(row)] = row
+        phrase = row["phrase"] if row["seeds"] >= 5 else f"{row['phrase']} ({COUNTS[row['seeds']]} seeds)"
+        by_task.setdefault(phrase, {})[compared(row)] = row
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     not_learnt = []
     for task, rows in by_task.items():
         if not all(row["learnt"] for row in rows.values()):
             not_learnt.append(task)
         elif EQUAL_PARAMETERS in rows:
-            at_state = sorted(_side(rows[comparison]) for comparison in EQUAL_STATE if comparison in rows)
-            groups.setdefault((_side(rows[EQUAL_PARAMETERS]), tuple(at_state)), []).append(task)
-    order = (LOWER, HIGHER, SAME)
-    ordered = sorted(groups, key=lambda sides: order.index(sides[0]))
-    names = ["Momentum", *["It"] * len(ordered)]
-    sentences = [f"{name} {_predicate(*sides, groups[sides])}" for name, sides in zip(names, ordered)]
+            at_state = sorted(rows[comparison]["verdict"] for comparison in EQUAL_STATE if comparison in rows)
+            groups.setdefault((rows[EQUAL_PARAMETERS]["verdict"], tuple(at_state)), []).append(task)
+    order = (FIRST, SECOND, LEVEL)
+    ordered = sorted(groups, key=lambda verdicts: order.index(verdicts[0]))
+    points = [f"Momentum {_predicate(*verdicts, groups[verdicts])}" for verdicts in ordered]
+    points += [
+        _disagreement(row) for row in content["rows"] if row["learnt"] and verdict_of_ratio(row) != row["verdict"]
+    ]
     if not_learnt:
-        sentences.append(f"No model learns {listed(not_learnt, 'or')}, so that these tasks decide nothing")
-    return paragraph(sentences)
+        points.append(f"On average over seeds no model learns {listed(not_learnt, 'or')}: these tasks decide nothing")
+    return "\n".join(paragraph([point], begin="- ") for point in points)
 
 
 def _predicate(at_parameters: str, at_state: tuple[str, ...], tasks: list[str]) -> str:
     """What momentum does to the error of some tasks at equal parameters, and in the two comparisons at equal state."""
-    verbs = {LOWER: "lowers the error", HIGHER: "raises the error", SAME: "makes no measurable difference"}
+    verbs = {FIRST: "lowers the error", SECOND: "raises the error", LEVEL: "makes no measurable difference"}
     said = f"{verbs[at_parameters]} on {listed(tasks)} at equal parameters"
-    different = [side for side in at_state if side != SAME]
+    different = [verdict for verdict in at_state if verdict != LEVEL]
     if not at_state:
-        return f"{said} (equal state is not recorded)"
+        return f"{said} (equal state was not compared)"
     if set(at_state) == {at_parameters}:
         return f"{said} and at equal state"
     if not different:
-        return f"{said}, not at equal state"
+        return f"{said}, but not at equal state"
     if len(set(different)) > 1:
         return f"{said}, and the two comparisons at equal state contradict each other"
     number = "both" if len(different) == len(at_state) else "one"
@@ -122,8 +119,16 @@ def _predicate(at_parameters: str, at_state: tuple[str, ...], tasks: list[str]) 
     return f"{said}, and{again} in {number} of the two comparisons at equal state"
 
 
-def _side(row: dict[str, Any]) -> str:
-    return LOWER if row["high"] < 1 else HIGHER if row["low"] > 1 else SAME
+def verdict_of_ratio(row: dict[str, Any]) -> str:
+    """Whether the interval of the ratio leaves out 1, on which side."""
+    return FIRST if row["high"] < 1 else SECOND if row["low"] > 1 else LEVEL
+
+
+def _disagreement(row: dict[str, Any]) -> str:
+    """The figure's interval and the page's verdict are two tests of the same seeds, and one of them finds something."""
+    where = f"{row['phrase']} at {compared(row).equal} ({between(row)})"
+    ratio, difference = ("includes", "leaves out") if row["verdict"] != LEVEL else ("leaves out", "includes")
+    return f"On {where} the interval of the ratio {ratio} 1, but that of the difference of the scores {difference} 0"
 
 
 def draw(content: dict[str, Any]) -> Any:
@@ -131,13 +136,20 @@ def draw(content: dict[str, Any]) -> Any:
     rows = content["rows"]
     tasks = list(dict.fromkeys(task_label(row) for row in rows))
     fig, axis = figure("Where momentum pays", size=(7.2, 0.55 * len(tasks) + 1.6))
+    compared_on = {task: [compared(row) for row in rows if task_label(row) == task] for task in tasks}
+
+    def height(row: dict[str, Any]) -> float:
+        """The lines of a task lie around its tick."""
+        mine = compared_on[task_label(row)]
+        return tasks.index(task_label(row)) + 0.22 * (mine.index(compared(row)) - (len(mine) - 1) / 2)
+
     for number, comparison in enumerate(COMPARISONS):
         mine = [row for row in rows if compared(row) == comparison]
         if not mine:
             continue
         axis.errorbar(
             [row["ratio"] for row in mine],
-            [tasks.index(task_label(row)) + 0.22 * (number - 1) for row in mine],
+            [height(row) for row in mine],
             xerr=[[row["ratio"] - row["low"] for row in mine], [row["high"] - row["ratio"] for row in mine]],
             fmt="o",
             color=COLOURS[number],
@@ -153,6 +165,6 @@ def draw(content: dict[str, Any]) -> Any:
     axis.minorticks_off()
     axis.set_yticks(range(len(tasks)), tasks)
     axis.set_ylim(len(tasks) - 0.5, -0.5)
-    axis.set_xlabel("error with momentum / error without (left of the line momentum pays)")
+    axis.set_xlabel("error with momentum / error without  (← momentum pays)")
     fig.legend(fontsize=8, loc="outside lower center", ncols=1)
     return fig

@@ -7,7 +7,7 @@ the figure, and the blocks of the pages between
     <!-- end of study -->
 
 with WHAT one of ``BLOCKS``. "all costs" is the table of all studies, "all overview" the sentences below the README's
-figure.
+figure; the other blocks of ``OTHER_BLOCKS`` are those of pages that have results of another kind.
 Everything else in a page is written by hand.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 
 from mdn.common.files import write_atomically
 from mdn.common.results import Table, read_results, write_results
+from mdn.experiments import page_answers
 from mdn.experiments.studies import answers, overview
 from mdn.experiments.studies.catalogue import STUDIES
 from mdn.experiments.studies.findings import comparison_table
@@ -97,15 +98,33 @@ def _hours(seconds: float) -> str:
     return f"{seconds / 7200:.1f}"
 
 
+def overview_in_words(data: Path) -> str:
+    return overview.in_words(read_results(data / OVERVIEW, "momentum-pays"))
+
+
+OTHER_BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
+    ("all", "costs"): costs,
+    ("all", "overview"): overview_in_words,
+    ("mqar", "answer"): page_answers.mqar_answer,
+    ("mqar", "segments"): page_answers.mqar_segments,
+    ("mqar", "overwriting"): page_answers.mqar_both,
+    ("mqar", "cost"): page_answers.mqar_cost,
+    ("ablations", "answer"): page_answers.ablation_answer,
+    ("ablations", "gap"): page_answers.ablation_gap,
+    ("ablations", "cost"): page_answers.ablation_cost,
+    ("dynamics", "spectra"): page_answers.closed_form,
+    ("dynamics", "end"): page_answers.right_half_plane,
+}
+"""generated from the folder of recorded results, not from the summary of one study"""
+
+
 def updated(text: str, data: Path) -> str:
     """A page with all its generated blocks as the recorded results have them."""
 
     def fill(match: re.Match[str]) -> str:
         begin, name, what, end = match.groups()
-        if (name, what) == ("all", "costs"):
-            return f"{begin}\n{costs(data)}\n\n{end}"
-        if (name, what) == ("all", "overview"):
-            return f"{begin}\n{overview.in_words(read_results(data / OVERVIEW, 'momentum-pays'))}\n\n{end}"
+        if (name, what) in OTHER_BLOCKS:
+            return f"{begin}\n{OTHER_BLOCKS[name, what](data)}\n\n{end}"
         path = summary_path(data, name)
         if path.is_file():
             return f"{begin}\n{block(read_results(path, 'study'), what)}\n\n{end}"

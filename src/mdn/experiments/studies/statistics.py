@@ -33,6 +33,10 @@ class Interval(NamedTuple):
     def high(self) -> float:
         return self.mean + self.half_width
 
+    @property
+    def leaves_out_zero(self) -> bool:
+        return abs(self.mean) > self.half_width
+
 
 def t_quantile(degrees: float) -> float:
     """The 0.975 quantile of Student's t; fractional degrees of freedom are rounded down, which widens the interval."""
@@ -63,5 +67,4 @@ def difference_interval(first: Sequence[float], second: Sequence[float]) -> Inte
 
 def is_told_apart(first: Sequence[float], second: Sequence[float]) -> bool:
     """Whether the interval of the difference leaves out zero."""
-    difference = difference_interval(first, second)
-    return abs(difference.mean) > difference.half_width
+    return difference_interval(first, second).leaves_out_zero

@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from mdn.common.plots import figure
+from mdn.common.plots import figure, legend_outside
 from mdn.common.results import Table
 from mdn.experiments.grid import finished
 from mdn.experiments.studies.contestants import CONTESTANTS
@@ -120,7 +120,11 @@ def task_table(task: dict[str, Any]) -> Table:
     rows = []
     for row in sorted(task["rows"], key=lambda row: sign * statistics.fmean(seed_means(row))):
         means = seed_means(row)
-        facts = [label(row), f"{row['state_numbers']:,}", f"{row['parameters']:,}", f"{row['learning_rate']:g}"]
+        rate = f"{row['learning_rate']:g}"
+        rate += {0: " (lowest)", len(task["rates"]) - 1: " (highest)"}.get(
+            task["rates"].index(row["learning_rate"]), ""
+        )
+        facts = [label(row), f"{row['state_numbers']:,}", f"{row['parameters']:,}", rate]
         scores = [with_interval(metric, row["scores"][test]) for test in tests] if len(tests) > 1 else []
         rows.append([*facts, *scores, with_interval(metric, means), ", ".join(map(metric.shown, means))])
     for name, scores in task["baselines"].items():
@@ -145,6 +149,8 @@ def draw(content: dict[str, Any]) -> Any:
         draw_panel(axis, task)
     for axis in panels[len(drawn) :]:
         axis.set_visible(False)
+    if len(drawn) > len(tasks):
+        legend_outside(fig, panels[len(tasks)])  # the first task's curves: later tasks have some of its contestants
     return fig
 
 
@@ -158,33 +164,44 @@ def _draw_task(axis: Any, task: dict[str, Any]) -> None:
         axis.errorbar(
             [mean], [place], xerr=None if math.isinf(half) else [half], fmt="D", color=colour, capsize=3, markersize=5
         )
-    for number, scores in enumerate(task["baselines"].values()):
+    for number, (name, scores) in enumerate(task["baselines"].items()):
         value = metric.factor * statistics.fmean(scores.values())
         axis.axvline(value, color="#999999", linewidth=0.8, linestyle=("--", ":")[number % 2])
+        beside = {"transform": axis.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
+        axis.text(value, 0.98, name, fontsize=7, color="#777777", **beside)
+    low, high = axis.get_xlim()  # intervals of few seeds reach beyond what a score can be
+    axis.set_xlim(max(low, -0.02 * high), min(high, 102.0) if metric.higher_is_better else high)
     axis.set_yticks(range(len(task["rows"])), [label(row) for row in task["rows"]], fontsize=8)
     axis.set_ylim(len(task["rows"]) - 0.5, -0.5)
     arrow = "→ better" if metric.higher_is_better else "← better"
     axis.set(title=task["name"], xlabel=f"{metric.name}  ({arrow})")
 
 
-def mean_curve(row: Row, steps: int) -> dict[int, float]:
-    """The mean over seeds and tests after every recorded number of steps, the last one included."""
+def curve_by_seed(row: Row, steps: int) -> dict[int, list[float]]:
+    """The mean over the tests, seed by seed, after every recorded number of steps, the last one included."""
     points: dict[int, list[float]] = {steps: seed_means(row)}
     for curve in row["curves"]:
         for point in curve:
             points.setdefault(point["steps"], []).append(statistics.fmean(point["scores"].values()))
-    return {number: statistics.fmean(values) for number, values in sorted(points.items())}
+    return dict(sorted(points.items()))
 
 
 def _draw_curves(axis: Any, task: dict[str, Any]) -> None:
-    """Every contestant's distance to the first one over the tokens seen: whether a gap closes."""
-    metric, steps = metric_of(task), task["steps"]
-    reference = mean_curve(task["rows"][0], steps)
-    for row in task["rows"]:
-        gaps = {number: value - reference[number] for number, value in mean_curve(row, steps).items()}
-        millions = [number * task["batch_tokens"] / 1e6 for number in gaps]
+    """Every contestant minus the first one over the tokens seen: whether a gap closes."""
+    curves = [
+        {number: statistics.fmean(values) for number, values in curve_by_seed(row, task["steps"]).items()}
+        for row in task["rows"]
+    ]
+    for row, curve in zip(task["rows"], curves):
+        gaps = [value - curves[0][number] for number, value in curve.items()]
+        millions = [number * task["batch_tokens"] / 1e6 for number in curve]
         colour = CONTESTANTS[row["contestant"]].colour
-        axis.plot(millions, list(gaps.values()), "o-", color=colour, label=label(row))
-    axis.legend(fontsize=7)
-    title = f"{task['name']}: distance to {label(task['rows'][0])}"
-    axis.set(title=title, xlabel="million tokens", ylabel=metric.name)
+        axis.plot(millions, gaps, "o-", color=colour, label=label(row))
+    axis.set_yscale("symlog", linthresh=0.05)  # gaps that close and one far model in one panel
+    ticks = (-0.5, -0.2, -0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1, 0.2, 0.5)
+    low, high = axis.get_ylim()
+    axis.set_yticks([tick for tick in ticks if low <= tick <= high], minor=False)
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
+    title = f"{task['name']}: difference from {label(task['rows'][0])}"
+    axis.set(title=title, xlabel="million tokens", ylabel=metric_of(task).name)
