@@ -115,7 +115,7 @@ class MixerUnderTest:
         config = MomentumDeltaNetConfig(
             mixer="momentum_deltanet" if recurrent else "attention",
             num_hidden_layers=1,
-            window_size=getattr(self.layer, "window_size", None),
+            window_size=None if recurrent else getattr(self.layer, "window_size", None),
         )
         return DynamicCache(config=config)
 

@@ -93,6 +93,8 @@ def test_the_causal_mask_ends_at_the_last_key_and_starts_at_the_window():
         ({"window_size": 0}, "window_size"),
         ({"hidden_size": 18}, "hidden_size"),
         ({"hidden_size": 12}, "even head dimension"),
+        ({"rope_theta": None}, "rope_theta must be a positive number, got None"),
+        ({"rope_theta": 0.0}, "rope_theta must be a positive number, got 0.0"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(fields, message):

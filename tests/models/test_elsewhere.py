@@ -122,6 +122,14 @@ def test_saved_files_have_the_permissions_that_the_umask_allows(umask, mode, tmp
     assert "model.safetensors" in modes
 
 
+def test_saving_leaves_the_permissions_of_other_files_alone(tmp_path):
+    script = tmp_path / "run.sh"
+    script.touch(0o700)
+    tmp_path.chmod(0o700)
+    small_model().save_pretrained(tmp_path)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path, script)] == [0o700, 0o700]
+
+
 def test_saving_leaves_the_config_in_memory_as_it_was(tmp_path):
     config = small_config()
     before = config.to_dict()

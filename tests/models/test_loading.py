@@ -2,14 +2,18 @@
 
 import json
 import math
+import warnings
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+import mdn
 from mdn.layers.init import INITIALISERS, initialiser_name
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM, MomentumDeltaNetModel
 from mdn.models.info import load_config, model_facts, shipped_configs
+from mdn.training.build import model_config
+from mdn.training.recipe import validate
 from small_models import MODELS, small_config, small_model, tokens
 
 # The authors' 400M file as they publish it, with every key it has.
@@ -138,6 +142,39 @@ def test_saving_and_loading_is_bit_exact_and_initialises_nothing(name, fields, t
     for (key, expected), found in zip(model.state_dict().items(), loaded.state_dict().values()):
         assert torch.equal(found, expected), key
     assert torch.equal(loaded(tokens(2, 20)).logits, model(tokens(2, 20)).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated_deltanet", "kda", "momentum_deltanet"])
+def test_a_directory_of_an_earlier_version_is_the_model_that_it_was(name, tmp_path):
+    """It says that the gate is a sigmoid whatever the mixer's is, because nothing but momentum_deltanet read the
+    field."""
+    model = small_model(name)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    saved = json.loads(path.read_text())
+    del saved["mdn_version"]
+    path.write_text(json.dumps(saved | {"gate_activation": "sigmoid"}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        configs = [load_config(str(path)), load_config(str(tmp_path))]
+        recipe = validate({"name": "again", "model": {"config": str(path)}, "training": {"steps": 1}}, "again")
+        configs.append(model_config(recipe, 61, 1))
+    assert torch.equal(loaded(tokens(2, 20)).logits, model(tokens(2, 20)).logits)
+    assert {config.gate_activation for config in configs} <= {None, model.config.gate_activation, "sigmoid"}
+    for config in configs:
+        again = MomentumDeltaNetForCausalLM(config)
+        again.load_state_dict(model.state_dict())
+        assert torch.equal(again.eval()(tokens(2, 20)).logits, model(tokens(2, 20)).logits)
+
+
+def test_a_chosen_gate_is_saved_and_loaded(tmp_path):
+    small_model("gated_deltanet", gate_activation="sigmoid").save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.gate_activation == "sigmoid"
+    assert json.loads((tmp_path / "config.json").read_text())["mdn_version"] == mdn.__version__
+    assert type(config).from_dict(config.to_dict()).gate_activation == "sigmoid"
 
 
 def test_auto_classes_know_the_model(tmp_path):

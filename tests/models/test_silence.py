@@ -8,7 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from definition import relative_error
+from mdn.experiments.mqar import load_mqar_recipe
+from mdn.experiments.studies.catalogue import STUDIES
+from mdn.experiments.studies.contestants import CONTESTANTS, contestant
 from mdn.layers import MIXERS
+from mdn.models import MomentumDeltaNetConfig
+from mdn.models.info import load_config, shipped_configs
+from mdn.training.build import model_config
+from mdn.training.recipe import load_recipe, packaged_recipes
 from small_models import MODELS, small_config, small_model, tokens
 
 # ------------------------------------------------------------------------------------------------------------ arguments
@@ -63,6 +70,61 @@ def test_a_misspelt_field_of_a_config_is_named():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         small_config(architectures=["X"], torch_dtype="float32", elementwise_affine=True)  # others are kept, as ever
+
+
+@pytest.mark.parametrize(
+    ("fields", "without_effect"),
+    [
+        ({"mixer": "momentum_kda", "momentum": "nesterov", "use_momentum": False}, ["use_momentum", "momentum"]),
+        ({"mixer": "momentum_kda", "mu_init": 10.0, "eta_activation": "one"}, ["eta_activation", "mu_init"]),
+        ({"mixer": "kda", "gate_activation": "swish"}, ["gate_activation"]),
+        ({"mixer": "deltanet", "use_short_conv": False}, ["use_short_conv"]),
+        ({"mixer_options": {"tau_factor": 2}, "tau_factor": 4}, ["tau_factor"]),
+        ({"attn": {"layers": [1], "num_heads": 4}, "window_size": 9}, ["window_size"]),
+        ({"attn": {"layers": [0, 1], "num_heads": 4}, "min_log_mu": -1.0}, ["min_log_mu"]),
+        ({"attn": {"layers": [1], "num_heads": 4}, "min_log_mu": -1.0}, []),
+        ({"mixer": "mamba2", "num_heads": 2, "head_dim": 16}, []),  # its number of heads follows from the width
+    ],
+)
+def test_a_field_that_no_mixer_of_the_model_reads_is_named(fields, without_effect):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = small_config(**fields)
+    mixer, values = fields.get("mixer", "momentum_deltanet"), [getattr(config, name) for name in without_effect]
+    assert [str(entry.message) for entry in caught] == [
+        f"config: {name}={value!r} has no effect: no layer of this model (mixer {mixer!r}) reads it"
+        for name, value in zip(without_effect, values)
+    ]
+
+
+def test_fields_of_shipped_configs_recipes_and_study_contestants_all_have_an_effect():
+    studies = [(task, contestant(name)) for study in STUDIES.values() for task in study.tasks for name in CONTESTANTS]
+    cells = [cell for name in ("quick", "rewrite", "paper") for cell in load_mqar_recipe(name).cells()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in shipped_configs():
+            load_config(name)
+        for name in packaged_recipes():
+            model_config(load_recipe(name), 257, 256)
+        for task, one in studies:
+            MomentumDeltaNetConfig(**one.config_fields(task.model) | {"vocab_size": 64})
+        for cell in cells:
+            cell.config()
+        for name in MODELS:
+            small_config(name)
+    assert len(studies) > 100
+
+
+@torch.no_grad()
+def test_the_gates_activation_reaches_every_mixer_that_has_a_choice():
+    for mixer, own in (("gated_deltanet", "swish"), ("momentum_deltanet", "sigmoid")):
+        x = torch.randn(1, 6, 32)
+        layers = [small_model(mixer, **fields).model.layers[0].attn for fields in ({}, {"gate_activation": own})]
+        assert torch.equal(layers[0](x), layers[1](x))
+        other = "sigmoid" if own == "swish" else "swish"
+        layer = small_model(mixer, gate_activation=other).model.layers[0].attn
+        assert layer.o_norm.activation == other
+        assert relative_error(layer(x), layers[0](x)) > 0.01
 
 
 # ---------------------------------------------------------------------------------------------------------------- cache
@@ -216,6 +278,7 @@ ATTN = {"layers": [1], "num_heads": 4}
         ({"attn": {**ATTN, "qkv_bias": "no"}}, r"attn\['qkv_bias'\] must be true or false"),
         ({"attn": {**ATTN, "window_size": 3}, "mixer": "attention"}, r"attn\['window_size'\] must equal window_size"),
         ({"rope_theta": -1.0}, "rope_theta must be a positive number, got -1.0"),
+        ({"rope_theta": None, "mixer": "attention"}, "rope_theta must be a positive number, got None"),
         ({"norm_eps": -1}, "norm_eps must be a positive number, got -1"),
         ({"norm_eps": float("nan")}, "norm_eps must be a positive number"),
         ({"hidden_ratio": -1}, "hidden_ratio must be a positive number"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mdn.layers import MIXERS, ShortConvolution
 from mdn.models import MomentumDeltaNetForCausalLM
 from mdn.training import checkpoints, run, trainer
 from mdn.training.build import build_model, model_config
@@ -18,6 +19,7 @@ from mdn.training.dataset import prepare_data
 from mdn.training.evaluate import evaluate, measure_references
 from mdn.training.monitor import NonFiniteError, measure, read_metrics
 from mdn.training.tokenizer import Encoder
+from small_models import small_model
 from training_support import losses, tiny_recipe
 
 
@@ -145,6 +147,17 @@ def test_gates_norms_and_biases_are_not_decayed_unless_asked(tmp_path: Path) -> 
     assert set(trainer.decayed_parameters(model, decay_gates=True)) == names
 
 
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_only_matrices_are_decayed_whatever_the_mixer(mixer: str) -> None:
+    model = small_model(mixer, mlp="rwkv7" if mixer == "rwkv7" else "swiglu")
+    matrices = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding | ShortConvolution)
+    }
+    assert set(trainer.decayed_parameters(model, decay_gates=False)) == matrices
+
+
 def test_held_out_figures_are_those_of_one_plain_pass_over_every_window(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     data = prepare_data(recipe)
@@ -199,6 +212,7 @@ def test_a_finished_run_leaves_plots_a_card_metrics_and_a_model_that_loads(tmp_p
     card = (directory / "model" / "README.md").read_text()
     assert f"**{summary['held_out']['bits_per_byte']:.3f}**" in card
     assert "mdn train tiny" in card
+    assert "license" not in card  # that of the weights depends on the data, and is the user's to choose
     model = AutoModelForCausalLM.from_pretrained(directory / "model")
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     again = evaluate(model, prepare_data(recipe).held_out, 32, True, show=False)

@@ -58,11 +58,12 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def share(directory: Path) -> None:
-    """Give every file below `directory` the mode of a newly made file: safetensors writes its own as 0600."""
-    umask = os.umask(0)
+def share(directory: Path, pattern: str | None = None) -> None:
+    """Give `directory` and all below it the modes of newly made files, or only its files that match `pattern`:
+    safetensors writes its own as 0600."""
+    umask = os.umask(0)  # the only way to read it
     os.umask(umask)
-    for path in (directory, *directory.rglob("*")):
+    for path in (directory, *directory.rglob("*")) if pattern is None else directory.glob(pattern):
         path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
 
 

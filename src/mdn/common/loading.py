@@ -120,9 +120,9 @@ def refuse_non_finite(model: Any, place: str | Path) -> None:
     """A ValueError that names the first parameter with a NaN or an infinity in it."""
     import torch
 
-    from mdn.layers.linear import is_packed
+    from mdn.layers.linear import Packed
 
-    packed = ((f"{name}.weight", module.weight) for name, module in model.named_modules() if is_packed(module))
+    packed = ((f"{name}.weight", module.weight) for name, module in model.named_modules() if isinstance(module, Packed))
     for name, weights in itertools.chain(model.named_parameters(), packed):
         if not bool(torch.isfinite(weights).all()):
             raise ValueError(f"{place}: the weights {name} hold NaN or infinity; the model cannot be used")

@@ -138,7 +138,7 @@ def model_hash(model: torch.nn.Module, tokenizer: Any = None) -> str:
     config = getattr(model, "config", None)
     if config is not None:
         # Where the model lies and which library saved it do not change what it computes.
-        left_out = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+        left_out = ("_name_or_path", "transformers_version", "mdn_version", "architectures", "dtype", "torch_dtype")
         fields = {name: value for name, value in config.to_dict().items() if name not in left_out}
         digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
     if tokenizer is not None:

@@ -56,6 +56,8 @@ class Attention(Mixer):
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {self.num_kv_heads}")
         if window_size is not None and window_size < 1:
             raise ValueError(f"window_size must be None or at least 1, got {window_size}")
+        if rope_theta is None or not rope_theta > 0:
+            raise ValueError(f"rope_theta must be a positive number, got {rope_theta}")
         self.head_dim = hidden_size // num_heads
         if self.head_dim % 2 != 0:
             raise ValueError(f"RoPE needs an even head dimension, got hidden_size / num_heads = {self.head_dim}")

@@ -2,7 +2,7 @@
 
 g    = -exp(A_log) softplus(W_a x + dt_bias)       beta = sigmoid(W_b x), doubled with allow_neg_eigval
 o    = gated_delta_rule(l2norm(q), l2norm(k), v, g, beta)
-y    = W_o (rmsnorm(o) * swish(W_g x))
+y    = W_o (rmsnorm(o) * swish(W_g x))               or sigmoid, with output_gate_activation
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mdn.ops.first_order.gates import log_decay_from, writing_strength
 class GatedDeltaNet(ProjectedMixer):
     tensor_plan: ClassVar[dict[str, str]] = ProjectedMixer.head_plan | columns("a_proj", "b_proj")
     no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+    config_names: ClassVar[dict[str, str]] = {"output_gate_activation": "gate_activation"}
     chunk_rule: ClassVar[Rule] = first_order.chunk_gated_delta_rule
     step_rule: ClassVar[Rule] = first_order.gated_delta_rule_step
     flops_per_entry: ClassVar[int] = 7  # probing 2, decay 1, writing 2, reading 2

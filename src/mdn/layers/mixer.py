@@ -38,6 +38,10 @@ Rule = Callable[..., Any]
 # look for these words to recognise layers with a state (accelerate refuses to cut their sequences over devices).
 RECURRENT_LAYER_TYPE = "recurrent_linear_attention"
 
+# The field of the config whose None means the default of the mixer's constructor. (None of other fields is a value,
+# for example no clamp or no window.)
+MIXERS_OWN = "gate_activation"
+
 
 class StateShape(NamedTuple):
     """One tensor that a mixer keeps between calls: its shape per sequence, and its dtype (None: the model's)."""
@@ -54,7 +58,8 @@ class Mixer(nn.Module):
     """
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
-    """names of its own parameters that weight decay should leave alone"""
+    """names of its gates' own parameters. Gates exponentiate them, and so they neither decay nor lose precision: they
+    stay float32 in a model of another dtype"""
     cache_type: ClassVar[str] = RECURRENT_LAYER_TYPE
     """the kind of cache layer it needs, an entry of the config's ``layer_types``"""
     shares_values: ClassVar[bool] = False
@@ -103,14 +108,19 @@ class Mixer(nn.Module):
     @classmethod
     def arguments_from(cls, config: Any, layer_idx: int) -> dict[str, Any]:
         """The constructor's arguments: fields of the config with these names, then ``config.mixer_options``."""
-        fields = {name: cls.config_names.get(name, name) for name in cls.argument_names()}
         known = {
             name: getattr(config, field)
-            for name, field in fields.items()
-            if name not in cls.own_defaults and hasattr(config, field)
+            for name, field in cls.config_fields().items()
+            if hasattr(config, field) and not (field == MIXERS_OWN and getattr(config, field) is None)
         }
         options = cls.checked_options(getattr(config, "mixer_options", None))
         return {**known, **options, "layer_idx": layer_idx}
+
+    @classmethod
+    def config_fields(cls) -> dict[str, str]:
+        """The field of the config, if it has one of that name, that sets each argument of the constructor."""
+        names = (name for name in cls.argument_names() if name not in cls.own_defaults)
+        return {name: cls.config_names.get(name, name) for name in names}
 
     @classmethod
     def checked_options(cls, options: dict[str, Any] | None) -> dict[str, Any]:
@@ -191,6 +201,7 @@ class Mixer(nn.Module):
         self, rule: Rule, inputs: dict[str, Any], layout: TokenLayout, state: LayerState | None, **options: Any
     ) -> Tensor:
         """o ``[B, T, HV, V]`` of a rule with one matrix state, from the held one (if any) to the new one."""
+        # The gates come from maps that cannot leave their range, so their values are not checked again.
         o: Tensor
         o, final_state = rule(
             **inputs,
@@ -198,6 +209,7 @@ class Mixer(nn.Module):
             output_final_state=state is not None,
             **layout.sequences(),
             backend=self.backend,
+            check_gates=False,
             **options,
         )
         if state is not None:
@@ -206,7 +218,7 @@ class Mixer(nn.Module):
 
     def apply_step(self, rule: Rule, inputs: dict[str, Any], state: LayerState, **options: Any) -> Tensor:
         """o ``[B, HV, V]`` of one token per row; the held state is updated in place."""
-        # The gates come from maps that cannot leave their range, so their values are not checked again.
+        # As in ``apply_rule``, gates are not checked.
         options |= {"state_indices": state.slots, "backend": self.backend, "check_gates": False}
         o: Tensor = rule(**inputs, state=state.held_recurrent(0), **options)
         return o

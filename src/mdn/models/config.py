@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from mdn import __version__
 from mdn.layers import MIXERS
 from mdn.layers.attention import ATTENTION_KEYS
 from mdn.layers.init import checked_initial_range
@@ -37,6 +38,14 @@ INTEGERS_OR_NONE = dict.fromkeys(
 )
 POSITIVE_NUMBERS = ("norm_eps", "expand_v", "tau_factor")
 POSITIVE_NUMBERS_OR_NONE = ("hidden_ratio", "rope_theta")
+MIXER_FIELDS = (
+    *("attn_mode", "backend", "num_v_heads", "use_gate", "use_lora_gate", "lora_gate_rank", "gate_activation"),
+    *("use_short_conv", "conv_size", "conv_bias", "use_output_correction", "use_momentum", "min_log_mu", "tau_factor"),
+    *("bound_alpha", "bound_beta", "eta_activation", "use_p_times_alpha", "allow_neg_eigval", "momentum", "mu_init"),
+    *("log_factor_init", "momentum_block_size", "num_kv_heads", "qkv_bias", "window_size", "rope_theta"),
+)
+"""fields that only mixers read. Without ``head_dim``, ``num_heads`` and ``expand_v``: models that are compared share
+them, also where a mixer's heads follow from its width."""
 
 # A directory with this file and an ``auto_map`` loads with ``trust_remote_code=True`` where mdn.models was not
 # imported (pipelines, ``transformers serve``), and says what to install where the package is missing.
@@ -112,14 +121,21 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
     backend: str = "auto"
     """implementation of the rule, see mdn.ops"""
     head_dim: int = 128
+    """width of a key; not of "attention", "deltanet", "gla" and "linear_attention", where ``num_heads`` divides the
+    model's width"""
     num_heads: int = 6
+    """not of "mamba2" and "rwkv7", whose number of heads follows from the width: ``expand * hidden_size / head_dim``
+    and ``hidden_size / head_dim``"""
     num_v_heads: int | None = None
     expand_v: int | float = 2
+    """width of a value, in ``head_dim``; "deltanet", "gla" and "linear_attention" have their own in ``mixer_options``,
+    "attention", "mamba2" and "rwkv7" none"""
     use_gate: bool = True
     use_lora_gate: bool = False
     lora_gate_rank: int | None = None
-    gate_activation: str = "sigmoid"
-    """activation of the output gate; FLA's layer uses "swish\""""
+    gate_activation: str | None = None
+    """activation of the output gate, "sigmoid" or "swish"; None: the mixer's own. Two mixers have a choice:
+    "momentum_deltanet" (its own is "sigmoid"; FLA's layer uses "swish") and "gated_deltanet" (its own is "swish")"""
     use_short_conv: bool = True
     conv_size: int = 4
     conv_bias: bool = False
@@ -171,7 +187,9 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
             self.loss_chunk_size = DEFAULT_LOSS_CHUNK
         self.attn = None if self.attn is None else self._checked_attn(self.attn)
         kwargs.pop("layer_types", None)  # follows from mixer and attn
+        kwargs.pop("mdn_version", None)  # of the file that this comes from
         self._warn_of_misspelt(kwargs)
+        self._warn_of_unread()
         super().__post_init__(**kwargs)
 
     # ---------------------------------------------------------------- checks
@@ -184,6 +202,17 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
             if close:
                 warnings.warn(f"config: {name} has no effect here; did you mean {close[0]}?", stacklevel=4)
 
+    def _warn_of_unread(self) -> None:
+        """A field that was set but sets nothing: the config would say something that the model is not."""
+        mixed = any(not self.is_hybrid_attention(i) for i in range(self.num_hidden_layers))
+        fields = MIXERS[self.mixer].config_fields().items() if mixed else ()  # attn alone sets a hybrid's attention
+        read = {field for name, field in fields if name not in (self.mixer_options or {})}
+        for name in MIXER_FIELDS:
+            value = getattr(self, name)
+            if name not in read and value != getattr(MomentumDeltaNetConfig, name):
+                unread = f"no layer of this model (mixer {self.mixer!r}) reads it"
+                warnings.warn(f"config: {name}={value!r} has no effect: {unread}", stacklevel=4)
+
     def _check_types(self) -> None:
         for name, largest in (INTEGERS | INTEGERS_OR_NONE).items():
             if name in INTEGERS or getattr(self, name) is not None:
@@ -191,6 +220,8 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
         for name in POSITIVE_NUMBERS + POSITIVE_NUMBERS_OR_NONE:
             if name in POSITIVE_NUMBERS or getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
+        if self.mixer == "attention":
+            _check_positive("rope_theta", self.rope_theta)
         for name in MomentumDeltaNetConfig.__annotations__:
             switch = isinstance(getattr(MomentumDeltaNetConfig, name), bool)
             if switch and not isinstance(getattr(self, name), bool):
@@ -219,8 +250,8 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
             raise ValueError(f"mlp must be 'swiglu' or 'rwkv7', got {self.mlp!r}")
         if self.norm not in ("rmsnorm", "layernorm"):
             raise ValueError(f"norm must be 'rmsnorm' or 'layernorm', got {self.norm!r}")
-        if self.weight_format is not None and self.weight_format not in FORMATS:
-            raise ValueError(f"weight_format must be null or one of {', '.join(FORMATS)}, got {self.weight_format!r}")
+        if self.weight_format is not None:
+            check_weight_format(self.weight_format)
         if self.use_l2warp:
             raise ValueError("use_l2warp=True is not supported; set it to false")
 
@@ -309,7 +340,18 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
         """transformers' own checks refuse layer types that it does not know; ours are derived, and the recurrent one is
         registered with its cache (mdn.models.cache). The fields were checked in ``__post_init__``."""
 
-    # ---------------------------------------------------------------- saving
+    # ---------------------------------------------------------------- saving and loading
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "mdn_version": __version__}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return super().from_dict(of_this_version(config_dict), **kwargs)
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str]) -> Any:
+        return cls.from_dict(cls._dict_from_json_file(json_file))
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Also writes what lets transformers find the classes in a process that has not imported mdn.models."""
@@ -325,6 +367,24 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Nothing to do: transformers calls this after loading through the saved ``auto_map``, so that saving would
         copy the source file of this class; ``save_pretrained`` writes a file that imports the package instead."""
+
+
+def of_this_version(saved: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a saved config as they are read today.
+
+    Before ``mdn_version`` was saved, ``gate_activation`` was "sigmoid" in the file of every mixer, also where the gate
+    was another and nothing read the field.
+    """
+    if "transformers_version" not in saved or "mdn_version" in saved:  # not one of ours, or not an old one
+        return dict(saved)
+    mixer = MIXERS.get(saved.get("mixer", MomentumDeltaNetConfig.mixer))
+    unread = mixer is not None and "gate_activation" not in mixer.argument_names()
+    return {name: value for name, value in saved.items() if not (name == "gate_activation" and unread)}
+
+
+def check_weight_format(weight_format: str) -> None:
+    if weight_format not in FORMATS:
+        raise ValueError(f"weight_format must be one of {', '.join(FORMATS)}, got {weight_format!r}")
 
 
 def _is_number(value: Any) -> bool:

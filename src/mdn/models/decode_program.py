@@ -2,7 +2,7 @@
 
 The recording is made from the layers themselves, at the second step that continues a cache, and belongs to that cache.
 It is replayed as long as everything it was made from is where it was: the weights, the states of the cache, the
-modules (and no hook is registered on them), the number of threads, MDN_BACKEND. Otherwise the layers run as ever, and
+modules (and no hook is registered on them), the number of threads, MDN_BACKEND. Otherwise the layers run as usual, and
 this cache gets no other recording: beam search moves its states at every step.
 """
 

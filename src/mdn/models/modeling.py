@@ -22,16 +22,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
+from mdn.common.files import share
 from mdn.layers import MIXERS, ChannelMixing, Mixer, RMSNorm, TokenLayout, make_layout
 from mdn.layers.init import initialise
 from mdn.layers.linear import Linear, Packed, PackedLinear
 from mdn.layers.mixer import RECURRENT_LAYER_TYPE
 from mdn.models import cache as _registers_the_cache_layer  # noqa: F401
 from mdn.models.call_checks import check_labels, check_tokens, refuse_sequence_parallelism
-from mdn.models.config import MomentumDeltaNetConfig
+from mdn.models.config import MomentumDeltaNetConfig, check_weight_format
 from mdn.models.decode_program import can_record, run_step
 from mdn.models.loss import chunked_linear_cross_entropy, shift_labels_left
-from mdn.models.quantize import check_format, pack_modules
+from mdn.models.quantize import pack_modules
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.fused import IGNORE_INDEX, cross_entropy_sum, is_native, swiglu
 from mdn.parallel import tensor as _registers_the_styles  # noqa: F401
@@ -113,7 +114,7 @@ class MomentumDeltaNetPreTrainedModel(PreTrainedModel):
         initialise(module, self.config, keep=lambda parameter: getattr(parameter, "_is_hf_initialized", False))
 
     def no_weight_decay_names(self) -> list[str]:
-        """Parameters that the authors mark as not decayed: the gates' per-head scales and biases."""
+        """The gates' per-head scales and biases (``Mixer.no_weight_decay``), which the authors mark as not decayed."""
         return [
             f"{prefix}.{name}" if prefix else name
             for prefix, module in self.named_modules()
@@ -126,7 +127,7 @@ class MomentumDeltaNetPreTrainedModel(PreTrainedModel):
         """Rounds every linear layer and the embedding to ``bf16``, ``int8`` or ``int4``, in place, for inference on a
         CPU. What is left becomes float32. Returns the model; ``save_pretrained`` and ``from_pretrained`` keep the
         format."""
-        check_format(weight_format)
+        check_weight_format(weight_format)
         if self.config.weight_format is not None:
             raise ValueError(f"the weights are {self.config.weight_format} already: quantise the original model")
         pack_modules(self.float(), weight_format, fill=True)
@@ -163,7 +164,7 @@ class MomentumDeltaNetPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Files get the permissions that the umask allows (safetensors' own are readable by their owner only)."""
         super().save_pretrained(save_directory, *args, **kwargs)
-        make_readable(Path(save_directory))
+        share(Path(save_directory), "*.safetensors")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
@@ -396,7 +397,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         if layout.unpadded and attention_mask is not None:
             valid = attention_mask[:, -labels.shape[1] :].bool()
         elif layout.boundaries is not None:
-            last = layout.boundaries.cu_seqlens[1:] - 1
+            last = layout.boundaries.to(labels.device).cu_seqlens[1:] - 1
         return shift_labels_left(labels, valid, last)
 
     def _loss(
@@ -463,11 +464,3 @@ def refuse_unknown(model: nn.Module, where: dict[str, Any]) -> None:
     unknown = sorted(where.keys() - LAYOUT_ARGUMENTS)
     if unknown:
         raise TypeError(f"{type(model).__name__}.forward() got unknown arguments: {', '.join(unknown)}")
-
-
-def make_readable(directory: Path) -> None:
-    """Gives the weight files in ``directory`` the permissions of any other new file."""
-    umask = os.umask(0)  # the only way to read it
-    os.umask(umask)
-    for path in directory.glob("*.safetensors"):
-        path.chmod(0o666 & ~umask)

@@ -8,12 +8,6 @@ from __future__ import annotations
 from torch import nn
 
 from mdn.layers.linear import Packed, PackedEmbedding, PackedLinear, SharedInput
-from mdn.ops.cpu.linear import FORMATS
-
-
-def check_format(format: str) -> None:
-    if format not in FORMATS:
-        raise ValueError(f"weight_format must be one of {', '.join(FORMATS)}, got {format!r}")
 
 
 def pack_modules(model: nn.Module, format: str, fill: bool) -> None:

@@ -17,19 +17,20 @@ from mdn.common.files import read_json, sha256_of
 from mdn.common.hardware import physical_memory
 from mdn.common.loading import import_plugins, load_model, load_tokenizer, resolve_model
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
+from mdn.models.config import of_this_version
 from mdn.models.info import shipped_configs
 from mdn.parallel.tensor import check_plan
 from mdn.training.recipe import Recipe
 
 # Entries of a JSON config that say what it is, not what the model looks like.
-_NOT_FIELDS = {"model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "auto_map"}
+_NOT_FIELDS = {"model_type", "architectures", "transformers_version", "mdn_version", "torch_dtype", "dtype", "auto_map"}
 
 
 def _named_config(name: str) -> dict[str, Any]:
     shipped = shipped_configs()
     for path in (shipped.get(name), Path(name), Path(name) / "config.json"):
         if path is not None and path.is_file():
-            return {key: value for key, value in read_json(path).items() if key not in _NOT_FIELDS}
+            return {key: value for key, value in of_this_version(read_json(path)).items() if key not in _NOT_FIELDS}
     raise ValueError(f"model.config {name!r} is neither a file nor one of {', '.join(shipped)}{nearest(name, shipped)}")
 
 
@@ -166,7 +167,8 @@ def identity_of(recipe: Recipe, config: MomentumDeltaNetConfig, data: str) -> di
     training = recipe.training.model_dump(mode="json") | {"total_steps": recipe.training.total_steps}
     flat = {f"training.{name}": value for name, value in training.items() if name not in not_decisive}
     flat["training.steps"] = flat.pop("training.total_steps")
-    not_model = {"transformers_version", "dtype", "torch_dtype", "architectures", "backend", "weight_format"}
+    not_model = {"transformers_version", "mdn_version", "dtype", "torch_dtype", "architectures"}
+    not_model |= {"backend", "weight_format"}
     model = {name: value for name, value in config.to_dict().items() if name not in not_model}
     flat |= {f"model.{name}": value for name, value in model.items()}
     if recipe.model.get("init_from") is not None:

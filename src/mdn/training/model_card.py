@@ -75,8 +75,7 @@ def model_card(recipe: Recipe, summary: dict[str, Any], command: str) -> str:
     held_out, training = summary["held_out"], recipe.training
     references = "".join(f"| {name} | {bits:.3f} |\n" for name, bits in summary.get("references", {}).items())
     parts = [
-        "---\nlibrary_name: transformers\nlicense: apache-2.0\npipeline_tag: text-generation\n"
-        "tags: [momentum-deltanet]\n---\n",
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [momentum-deltanet]\n---\n",
         f"# {recipe.name}\n\n{recipe.description}\n",
         f"- mixer: `{summary['mixer']}`, {summary['parameters']:,} parameters",
         f"- trained on {summary['data']}: {summary['tokens']:,} tokens, {summary['steps']:,} steps, seed {recipe.seed}",

@@ -1,4 +1,4 @@
-"""Recipes: what one may say (a typed class per block), and how one is found, overridden and checked.
+"""Recipes: which keys exist (one typed class per block), and how one is found, overridden and checked.
 
     recipe = load_recipe("demo", ["training.steps=20", "model.mixer=gated_deltanet"])
 
@@ -102,7 +102,7 @@ class TrainingSettings(Block):
     betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW")
     epsilon: float = Field(1e-15, gt=0, description="of AdamW")
     weight_decay: float = Field(0.1, ge=0, description="of AdamW, for matrices")
-    decay_gates: bool = Field(False, description="decay gate parameters, biases and norms too")
+    decay_gates: bool = Field(False, description="decay all other parameters too: of gates, biases, norms")
     clip_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this norm; 0 leaves them")
     precision: Literal["float32", "bfloat16"] = Field("float32", description="bfloat16: autocast, float32 weights")
     threads: int | None = Field(

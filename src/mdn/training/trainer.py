@@ -398,13 +398,17 @@ def _cannot_write(name: str, run_dir: Path, error: Exception) -> OSError:
 
 
 def decayed_parameters(model: nn.Module, decay_gates: bool) -> list[str]:
-    """Names of the parameters weight decay acts on: not norms, biases and gate parameters, unless `decay_gates`."""
-    names = [name for name, _ in model.named_parameters()]
+    """Names of the parameters weight decay acts on: the matrices, or with `decay_gates` all.
+
+    A matrix is a `weight` of two or more dimensions (of a linear map, a convolution or the embedding). Other parameters
+    scale single channels whatever their shape: RWKV-7 stores vectors as `[1, 1, D]` and `[H, D / H]`.
+    """
     if decay_gates:
-        return names
+        return [name for name, _ in model.named_parameters()]
     listed: Any = getattr(model, "no_weight_decay_names", list)
     undecayed = set(listed())
-    return [n for n in names if n not in undecayed and not n.endswith("bias") and "norm" not in n.rsplit(".", 2)[-2]]
+    matrices = (n for n, p in model.named_parameters() if n.rpartition(".")[2] == "weight" and p.ndim > 1)
+    return [name for name in matrices if name not in undecayed]
 
 
 def world_size() -> int:
