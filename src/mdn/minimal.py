@@ -63,7 +63,7 @@ def one_chunk(inputs: Inputs, S: Tensor, M: Tensor) -> tuple[Tensor, Tensor, Ten
     q, k, v, log_alpha, log_mu, beta, eta = (x.transpose(1, 2) for x in inputs)  # [B, H, C, D], [B, H, C]
     p = log_alpha.exp().unsqueeze(-1) * k
 
-    # 1. What a write at token j is worth after token i, in M and in S. Column 0 is the worth of the states before the
+    # 1. The weight of a write at token j after token i, in M and in S. Column 0 is the weight of the states before the
     #    chunk: the initial momentum counts as a write with eta = 1, at a token that takes no step (beta = 0).   (4, 5)
     decay_alpha, decay_mu = decay(log_alpha), decay(log_mu)  # [B, H, C + 1, C + 1]
     gamma_M = decay_mu * F.pad(eta, (1, 0), value=1.0).unsqueeze(-2)

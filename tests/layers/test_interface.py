@@ -52,6 +52,13 @@ def test_packed_sequences_equal_separate_ones(name):
         torch.testing.assert_close(layer(x, cu_seqlens=given), expected)
 
 
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_boundaries_on_another_device_are_moved_to_that_of_the_tokens(name):
+    layer, x = make(name).to("meta"), states(1, 12).to("meta")
+    for given in (torch.tensor([0, 5, 6, 12]), SequenceBoundaries.from_lengths([5, 1, 6])):
+        assert layer(x, cu_seqlens=given).shape == x.shape
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", sorted(MIXERS))
 def test_a_layer_alone_continues_from_a_cache_with_and_without_a_mask(name):
@@ -133,3 +140,16 @@ def test_the_layers_arguments_are_those_of_the_contract():
     promised += ["conv_size", "use_output_correction", "use_momentum", "min_log_mu", "tau_factor", "bound_alpha"]
     promised += ["bound_beta", "eta_activation", "norm_eps", "layer_idx"]
     assert set(promised) <= set(names)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(set(MIXERS) - {"attention"}))
+def test_the_gates_of_a_layer_cannot_leave_their_range_and_are_not_looked_at(name, monkeypatch):
+    def looked_at(*arguments):
+        raise AssertionError("the values of the gates were read")
+
+    for module in ("first_order.inputs", "momentum.checks", "momentum.custom_op"):
+        monkeypatch.setattr(f"mdn.ops.{module}.check_gate_values", looked_at)
+    layer, x, cache = make(name), states(2, 12), DynamicCache(config=small_config(name))
+    for piece in x.split([8, 1, 3], dim=1):
+        layer(piece, past_key_values=cache)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mdn.layers import ShortConvolution, TokenLayout
+from mdn.layers.rwkv7 import TokenShift
 from mdn.ops.boundaries import SequenceBoundaries
 
 CHANNELS, WIDTH = 6, 4
@@ -90,6 +91,52 @@ def test_half_precision_inputs_are_summed_in_float32():
     assert found.dtype == torch.bfloat16
     # only the final rounding to 8 bits remains
     assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
+@pytest.mark.parametrize("make_layer", [lambda: ShortConvolution(CHANNELS, WIDTH), lambda: TokenShift(CHANNELS)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inputs_of_another_shape_are_refused_by_name(make_layer, dtype):
+    layer = make_layer().to(dtype)
+    history = layer.width - 1
+    for shape in ((2, 5, CHANNELS + 1), (2, 5, 1), (5, CHANNELS)):
+        with pytest.raises(ValueError, match=rf"x must have shape \[B, T, 6\], got \[{shape[0]}, "):
+            layer(torch.ones(shape, dtype=dtype))
+    x = torch.ones(2, 5, CHANNELS, dtype=dtype)
+    for wrong in ((1, CHANNELS, history), (2, CHANNELS, history + 1), (2, CHANNELS - 1, history)):
+        state = torch.zeros(wrong, dtype=dtype)
+        with pytest.raises(ValueError, match=rf"state must have shape \[2, 6, {history}\], got \[{wrong[0]}, "):
+            layer(x, None, state)
+    with pytest.raises(ValueError, match="state must be on the device of x, cpu, got meta"):
+        layer(x, None, torch.zeros(2, CHANNELS, history, dtype=dtype, device="meta"))
+    layout = TokenLayout((1, 8), SequenceBoundaries.from_lengths([5, 3]))
+    with pytest.raises(ValueError, match=r"x must begin with \[1, 8\] as the pack of the layout does, got \[2, 4"):
+        layer(torch.ones(2, 4, CHANNELS, dtype=dtype), layout)
+    with pytest.raises(ValueError, match=r"x must begin with \[1, 8\] as the pack of the layout does, got \[1, 7"):
+        layer(torch.ones(1, 7, CHANNELS, dtype=dtype), layout)
+    with pytest.raises(ValueError, match=rf"state must have shape \[2, 6, {history}\], got \[1, "):
+        layer(torch.ones(1, 8, CHANNELS, dtype=dtype), layout, torch.zeros(1, CHANNELS, history, dtype=dtype))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make_layer", [lambda: ShortConvolution(CHANNELS, WIDTH), lambda: TokenShift(CHANNELS)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_refuses_inputs_and_states_of_another_shape(make_layer, dtype):
+    layer = make_layer().to(dtype)
+    history = layer.width - 1
+    good = torch.zeros(2, CHANNELS, history, dtype=dtype)
+    for shape in ((2, CHANNELS + 1), (2, 1), (2, 1, CHANNELS)):
+        with pytest.raises(ValueError, match=r"x must have shape \[B, 6\], got \[2, "):
+            layer.step(torch.ones(shape, dtype=dtype), good)
+    x = torch.ones(2, CHANNELS, dtype=dtype)
+    for wrong in ((1, CHANNELS, history), (2, CHANNELS, history + 1), (2, CHANNELS - 1, history), (2, CHANNELS)):
+        state = torch.zeros(wrong, dtype=dtype)
+        with pytest.raises(ValueError, match=rf"state must have shape \[2, 6, {history}\], got \[{wrong[0]}, "):
+            layer.step(x, state)
+    with pytest.raises(ValueError, match=rf"state must have shape \[slots, 6, {history}\], got \[9, 5, "):
+        layer.step(x, torch.zeros(9, CHANNELS - 1, history, dtype=dtype), torch.tensor([3, 8]))
+    with pytest.raises(ValueError, match=r"slots must have shape \[2\], got \[3\]"):
+        layer.step(x, torch.zeros(9, CHANNELS, history, dtype=dtype), torch.tensor([3, 8, 1]))
+    assert not good.any()
 
 
 def test_a_width_below_two_is_refused():

@@ -156,6 +156,61 @@ def test_the_output_and_its_gradients(shape: tuple[int, ...], every_instruction_
     check(lambda *given: [output(*given)], expected, output_tensors(shape), 1e-5)
 
 
+# ------------------------------------------------------------------------------------------------------------- shapes
+
+
+def replaced(tensors: list[Tensor], place: int, other: Tensor) -> list[Tensor]:
+    return [*tensors[:place], other, *tensors[place + 1 :]]
+
+
+STREAMS = [random(2, 5, 6), random(2, 5, 6, seed=1), random(1, 1, 6, seed=2), random(6, seed=3)]
+KEYS, OUTPUT = key_tensors((2, 5, 2, 3)), output_tensors((2, 5, 2, 3))
+FUNCTIONS: dict[str, Callable[..., Tensors]] = {
+    "streams": mixed_streams,
+    "keys": lambda *given: rule_inputs(*given, 2),
+    "keys of 4 heads": lambda *given: rule_inputs(*given, 4),
+    "output": lambda *given: [output(*given)],
+}
+BROADCAST = [
+    ("streams", replaced(STREAMS, 1, random(2, 1, 6))),  # one shift for all tokens
+    ("streams", replaced(STREAMS, 2, random(2, 5, 6))),  # a mix of every token's own
+    ("streams", replaced(STREAMS, 3, random(1))),
+    ("keys", replaced(KEYS, 1, random(1, 1, 6))),  # one decay
+    ("keys", replaced(KEYS, 3, random(1))),
+    ("keys", replaced(KEYS, 4, random(1, 1, 6))),
+    ("output", replaced(OUTPUT, 1, random(2, 5, 1, 3))),  # one r for all heads
+    ("output", replaced(OUTPUT, 4, random(2, 1, 6))),  # one gate for all tokens
+    ("output", replaced(OUTPUT, 5, random(3))),
+    ("output", replaced(OUTPUT, 7, random(1))),
+]
+
+
+@pytest.mark.parametrize(("name", "tensors"), BROADCAST)
+def test_shapes_that_torch_broadcasts_are_broadcast(name: str, tensors: list[Tensor]) -> None:
+    native = results_and_gradients(FUNCTIONS[name], tensors, torch.float32)
+    exact = results_and_gradients(FUNCTIONS[name], tensors, torch.float64)
+    for found, expected in zip(native, exact, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "tensors"),
+    [
+        ("streams", replaced(STREAMS, 1, random(2, 4, 6))),
+        ("streams", replaced(STREAMS, 2, random(7))),
+        ("keys", replaced(KEYS, 2, random(2, 4, 6))),
+        ("keys", replaced(KEYS, 3, random(4))),
+        ("keys of 4 heads", KEYS),
+        ("output", replaced(OUTPUT, 3, random(2, 4, 2, 3))),
+        ("output", replaced(OUTPUT, 6, random(5))),
+    ],
+)
+def test_shapes_that_torch_refuses_are_refused(name: str, tensors: list[Tensor]) -> None:
+    with pytest.raises(RuntimeError, match=r"must match the size|don't multiply up"):
+        FUNCTIONS[name](*tensors)
+
+
 def test_the_norm_is_the_group_norm() -> None:
     torch.manual_seed(0)
     norm, same = HeadGroupNorm(24, 1e-3, 0.5), nn.GroupNorm(4, 24, 1e-3)

@@ -43,6 +43,28 @@ def test_every_way_to_mark_a_pack_gives_the_samples_apart(name, kind):
     assert relative_error(together, apart) < 1e-5
 
 
+def test_boundaries_on_the_cpu_serve_a_model_on_another_device():
+    model, ids = small_model("hybrid").to("meta"), tokens(1, sum(LENGTHS)).to("meta")
+    for kind in ("cu_seqlens", "boundaries"):
+        output = model(ids, labels=ids, **packed_inputs(kind))
+        assert (output.logits.device.type, output.loss.shape) == ("meta", ())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["momentum_deltanet", "hybrid"])
+def test_positions_that_jump_are_one_sequence_in_every_batch(name):
+    """Only a restart begins a sequence; rotary attention sees the distance."""
+    model, ids = small_model(name), tokens(2, 8)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 7, 8, 9]])
+    both = model(ids, position_ids=positions.expand(2, -1)).logits
+    for row in range(2):
+        alone = model(ids[row : row + 1], position_ids=positions).logits
+        assert relative_error(alone, both[row : row + 1]) < 1e-5
+    pack = torch.cat([positions, positions[:, :6]], 1)
+    together = model(torch.cat([ids[:1], ids[1:, :6]], 1), position_ids=pack).logits
+    assert relative_error(together, torch.cat([both[:1], both[1:, :6]], 1)) < 1e-5
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_equals_separate_in_loss_and_gradients(name):
     model = small_model(name).train()

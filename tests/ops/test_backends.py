@@ -205,6 +205,39 @@ def test_a_backend_can_be_registered_for_a_while_and_auto_never_selects_it() -> 
     assert forced("mine") == "backend must be one of auto, torch, cpu, triton, fla, got 'mine'"
 
 
+@pytest.mark.parametrize("rule", ["momentum", "vector"])
+def test_a_backend_that_takes_over_a_name_runs_at_the_next_call(rule: str) -> None:
+    """Chunks and steps of shapes that the one before it has seen."""
+    family = backends.family_of("momentum" if rule == "momentum" else "vector_momentum")
+    trusted, ran = backends.backend_module("torch", family), []
+
+    def noting(name: str) -> SimpleNamespace:
+        def forward(*arguments):
+            ran.append(name)
+            return trusted.forward(*arguments)
+
+        def step_(*arguments):
+            ran.append(name)
+            return trusted.step_(*arguments)
+
+        return SimpleNamespace(forward=forward, step_=step_)
+
+    inputs = make_inputs(rule, T=1) | {"direct": None}
+    token = {name: None if x is None else x[:, 0] for name, x in inputs.items() if name != "initial_state"}
+    for name in ("first", "second"):
+        with backends.registered_backend("mine", noting(name), family):
+            public_function(rule, "chunk")(**inputs, backend="mine")
+            public_function(rule, "step")(**token, state=inputs["initial_state"].clone(), backend="mine")
+    assert ran == ["first", "first", "second", "second"]
+
+
+def test_a_backend_for_rules_that_would_not_call_it_is_refused() -> None:
+    for family in ("scalar decay", "vector decay", "kda"):
+        registration = backends.registered_backend("mine", SimpleNamespace(), family)
+        with pytest.raises(ValueError, match=f"family must be 'momentum' or 'vector momentum' .*, got '{family}'"):
+            registration.__enter__()
+
+
 def test_explain_gives_the_reason_against_a_backend() -> None:
     assert explain_backend(torch.ones(1), "triton").startswith("triton: not usable, ")
     assert explain_backend(torch.ones(1), "torch") == "torch: usable"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -27,6 +30,60 @@ def test_the_same_tensor_gives_the_same_object_until_it_is_written_to() -> None:
     assert SequenceBoundaries.from_cu_seqlens(tensor).offsets == (0, 4, 5)
 
 
+def test_the_object_can_be_pickled_and_copied() -> None:
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 0]])
+    boundaries = SequenceBoundaries.from_attention_mask(mask)
+    x = torch.randn(3, 3, 2, generator=torch.Generator().manual_seed(0))
+    _ = boundaries.sequence_ids, boundaries.stretched(2)
+    for same in (pickle.loads(pickle.dumps(boundaries)), copy.copy(boundaries), copy.deepcopy(boundaries)):
+        assert same.offsets == boundaries.offsets
+        assert torch.equal(same.cu_seqlens, boundaries.cu_seqlens)
+        assert torch.equal(same.pad(same.unpad(x)), x * mask.unsqueeze(-1))
+        assert SequenceBoundaries.from_cu_seqlens(same.cu_seqlens) is same
+    without_mask = pickle.loads(pickle.dumps(SequenceBoundaries.from_lengths([3, 0])))
+    assert without_mask.offsets == (0, 3, 3)
+    with pytest.raises(ValueError, match="made from an attention mask"):
+        without_mask.unpad(x)
+
+
+def test_the_object_moves_to_another_device_once_and_keeps_its_numbers() -> None:
+    boundaries = SequenceBoundaries.from_attention_mask(torch.tensor([[0, 1, 1], [1, 1, 1]]))
+    assert boundaries.to("cpu") is boundaries
+    moved = boundaries.to("meta")
+    assert boundaries.to("meta") is moved
+    assert (moved.offsets, moved.cu_seqlens.device.type) == (boundaries.offsets, "meta")
+    assert moved.unpad(torch.ones(2, 3, device="meta")).shape == (1, 5)
+    assert torch.equal(SequenceBoundaries.from_lengths([2, 3], "meta").to("cpu").cu_seqlens, torch.tensor([0, 2, 5]))
+
+
+@torch.inference_mode()
+def made_in_inference_mode(how: str) -> SequenceBoundaries:
+    if how == "mask":
+        boundaries = SequenceBoundaries.from_attention_mask(torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 0, 0]]))
+        boundaries.unpad(torch.ones(2, 5))
+    elif how == "lengths":
+        boundaries = SequenceBoundaries.from_lengths([4, 2])
+    elif how == "tensor":
+        boundaries = SequenceBoundaries.from_cu_seqlens(torch.tensor([0, 4, 6]))
+    elif how == "positions":
+        boundaries = SequenceBoundaries.from_position_ids(torch.tensor([[0, 1, 2, 3, 0, 1]]))
+    else:
+        boundaries = pickle.loads(pickle.dumps(SequenceBoundaries.from_lengths([4, 2])))
+    _ = boundaries.sequence_ids, boundaries.positions, boundaries.stretched(2)
+    return boundaries
+
+
+@pytest.mark.parametrize("how", ["mask", "lengths", "tensor", "positions", "pickle"])
+def test_what_is_made_in_inference_mode_serves_training(how: str) -> None:
+    boundaries = made_in_inference_mode(how)
+    stretched = boundaries.stretched(2)
+    tensors = [boundaries.cu_seqlens, stretched.cu_seqlens, boundaries.sequence_ids, boundaries.positions]
+    for x in tensors:
+        torch.ones(20, requires_grad=True).index_select(0, x).sum().backward()  # autograd saves the index
+    if how == "mask":
+        boundaries.pad(boundaries.unpad(torch.ones(2, 5, requires_grad=True))).sum().backward()
+
+
 def test_a_mask_may_have_its_ones_anywhere() -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]])
     boundaries = SequenceBoundaries.from_attention_mask(mask)
@@ -46,7 +103,11 @@ def test_padding_and_unpadding_pass_gradients() -> None:
 def test_positions_that_restart_begin_a_new_sequence() -> None:
     for positions in (torch.tensor([[0, 1, 2, 0, 0, 1]]), torch.tensor([0, 1, 2, 0, 0, 1])):
         assert SequenceBoundaries.from_position_ids(positions).offsets == (0, 3, 4, 6)
-    assert SequenceBoundaries.from_position_ids(torch.tensor([[5, 6, 7]])).offsets == (0, 3)
+    for one in ([[5, 6, 7]], [[0, 1, 4, 9]], [[3]]):
+        assert SequenceBoundaries.from_position_ids(torch.tensor(one)).offsets == (0, len(one[0]))
+    assert SequenceBoundaries.from_position_ids(torch.tensor([[0, 1, 4, 2, 9]])).offsets == (0, 3, 5)
+    unsigned = torch.tensor([[0, 1, 2, 0, 1]], dtype=torch.uint8)
+    assert SequenceBoundaries.from_position_ids(unsigned).offsets == (0, 3, 5)
 
 
 def test_bad_masks_positions_and_layouts_are_refused_by_name() -> None:
@@ -58,3 +119,7 @@ def test_bad_masks_positions_and_layouts_are_refused_by_name() -> None:
         SequenceBoundaries.from_lengths([2]).unpad(torch.ones(1, 2))
     with pytest.raises(ValueError, match=r"x must begin with \[1, 2\] as the attention mask does, got \[2, 2\]"):
         SequenceBoundaries.from_attention_mask(torch.ones(1, 2)).unpad(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"lengths must be >= 0, but entry 1 is -2"):
+        SequenceBoundaries.from_lengths([5, -2, 9])
+    with pytest.raises(ValueError, match="cu_seqlens must hold numbers, got a tensor on the meta device"):
+        SequenceBoundaries.from_cu_seqlens(torch.tensor([0, 2], device="meta"))

@@ -432,7 +432,8 @@ def test_decode_steps_are_the_definition_in_place_and_touch_no_other_slot(
             pools[{"initial_state": "state", "initial_z": "z_state"}[name]] = pool
     options = options_of(case) | {"backend": backend}
     if slot_dtype is not None:
-        options["state_indices"] = torch.tensor(slots, dtype=slot_dtype)
+        table = torch.tensor([[slot, 1] for slot in slots], dtype=slot_dtype)
+        options["state_indices"] = table[:, 0]  # as a scheduler has them: a column, not contiguous
     outputs = []
     for t in range(case.T):
         token = {name: x[:, t] for name, x in tokens_of(inputs).items()}

@@ -8,6 +8,7 @@ import torch
 from mdn.ops import (
     blockwise_momentum_delta_rule,
     chunk_momentum_delta_rule,
+    chunk_vector_momentum_delta_rule,
     fused_recurrent_momentum_delta_rule,
     recurrent_momentum_delta_rule,
 )
@@ -38,17 +39,27 @@ def test_the_initial_state_may_be_a_pair(backend: str) -> None:
 def test_forward_mode_is_refused_by_the_chunk_form_and_works_for_the_recurrence(rule) -> None:
     inputs = plain_inputs()
     v = inputs.pop("v")
-    with pytest.raises(NotImplementedError, match="use recurrent_momentum_delta_rule"):
+    message = r"^chunk_momentum_delta_rule does not support .*; recurrent_momentum_delta_rule does"
+    with pytest.raises(NotImplementedError, match=message):
         torch.func.jvp(lambda v: rule(**inputs, v=v).o, (v,), (v,))
     o, tangent = torch.func.jvp(lambda v: recurrent_momentum_delta_rule(**inputs, v=v).o, (v,), (v,))
     torch.testing.assert_close(tangent, o)  # linear in v
+
+
+def test_the_vector_rule_names_its_own_recurrence_where_it_has_no_derivative() -> None:
+    inputs = plain_inputs()
+    inputs["log_alpha"] = inputs["log_alpha"].unsqueeze(-1).expand(2, 9, 2, 8)
+    v = inputs.pop("v")
+    message = "chunk_vector_momentum_delta_rule does not support .*; recurrent_vector_momentum_delta_rule does"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(lambda v: chunk_vector_momentum_delta_rule(**inputs, v=v).o, (v,), (v,))
 
 
 def test_torch_func_grad_is_refused_by_name() -> None:
     inputs = plain_inputs()
     v = inputs.pop("v")
     per_sample = torch.func.vmap(torch.func.grad(lambda v: chunk_momentum_delta_rule(**inputs, v=v).o.sum()))
-    with pytest.raises(NotImplementedError, match=r"torch.func .* use recurrent_momentum_delta_rule"):
+    with pytest.raises(NotImplementedError, match=r"torch.func derivatives; recurrent_momentum_delta_rule does"):
         per_sample(v.unsqueeze(0))
 
 

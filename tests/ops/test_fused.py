@@ -193,6 +193,78 @@ def test_linear_maps_with_gradients_many_rows_or_nothing_to_multiply_are_those_o
         linear(random(2, 19), weight)
 
 
+def swish_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return gated_rms_norm(x, gate, weight, 1e-6, "swish")
+
+
+BROADCAST: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    "a norm over two dimensions": (lambda x, w: rms_norm(x, w, 1e-6), [random(5, 3, 8), random(3, 8, seed=1)]),
+    "one gate for all heads": (swish_norm, [random(2, 3, 4, 8), random(2, 3, 1, 8, seed=1), random(8, seed=2)]),
+    "one gate for all rows": (swish_norm, [random(2, 3, 8), random(8, seed=1), random(8, seed=2)]),
+    "one x for all gates": (swish_norm, [random(3, 8), random(2, 3, 8, seed=1), random(8, seed=2)]),
+    "one up": (swiglu, [random(4, 8), random(1, 8, seed=1)]),
+    "one gate": (swiglu, [random(8), random(4, 8, seed=1)]),
+    "one number for all outputs": (linear, [random(2, 20), random(7, 20, seed=1), random(1, seed=2)]),
+}
+
+
+@pytest.mark.parametrize(("function", "tensors"), BROADCAST.values(), ids=BROADCAST.keys())
+def test_shapes_that_torch_broadcasts_are_broadcast(function: Callable[..., Tensor], tensors: list[Tensor]) -> None:
+    found, exact = (gradients(function, tensors, dtype) for dtype in (torch.float32, torch.float64))
+    for x, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(function(*tensors), found[0], rtol=1e-5, atol=1e-5)
+
+
+UNFIT: dict[str, Callable[[], object]] = {
+    "half a row": lambda: RMSNorm(32)(random(2, 64)),
+    "part of a row": lambda: RMSNorm(48)(random(2, 64)),
+    "more than a row": lambda: RMSNorm(128)(random(2, 64)),
+    "a gate for other rows": lambda: GatedRMSNorm(8)(random(2, 3, 8), random(2, 2, 8)),
+    "another width": lambda: swiglu(random(4, 8), random(4, 7)),
+    "too few labels": lambda: cross_entropy_sum(random(5, 7), torch.zeros(4, dtype=torch.int64)),
+    "labels of 4 bytes": lambda: cross_entropy_sum(random(5, 7), torch.zeros(5, dtype=torch.int32)),
+    "a bias for other outputs": lambda: linear(random(2, 20), random(7, 20), random(6)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("call", UNFIT.values(), ids=UNFIT.keys())
+def test_shapes_that_torch_refuses_are_refused(call: Callable[[], object]) -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        call()
+
+
+@torch.no_grad()
+def test_a_strided_bias_is_read_with_its_strides() -> None:
+    x, weight, bias = random(2, 20), random(7, 20, seed=1), random(14, seed=2)[::2]
+    torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_gates_of_shapes_that_the_kernel_does_not_know_are_those_of_torch() -> None:
+    gates, projections = StabilityGates(GateSettings(tau=3.0)), [random(5, 6, seed=seed) for seed in range(4)]
+    per_head = [random(2, seed=4), random(6, seed=5), random(2, seed=6), random(6, seed=7), random(2, seed=8)]
+    for place, other in (
+        (1, random(1, 6)),  # b of one row for all
+        (3, random(5, 1)),
+        (5, random(1)),
+        (6, random(3)),  # Mu_log of more heads than A_log
+        (6, None),  # no mu: it is 0
+        (7, random(1)),
+        (8, random(1)),
+    ):
+        given = [*projections, *per_head]
+        given[place] = other
+        exact = gates(*(None if x is None else x.double() for x in given))
+        for x, y in zip(gates(*given), exact):
+            if x is not None:
+                torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        gates(projections[0], random(4, 6), *projections[2:], *per_head)
+
+
 def test_inputs_that_are_not_contiguous_and_threads_change_nothing() -> None:
     x, gate, before = random(400, 200), random(400, 200, seed=1), torch.get_num_threads()
     weight = random(200, seed=2)

@@ -99,9 +99,11 @@ def test_tensors_on_different_devices_are_refused(name: str) -> None:
     assert bad({name: elsewhere}) == f"{name} must be on the device of q, cpu, got meta"
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["q", "k", "v", "p", *GATES])
-def test_things_that_are_not_tensors(name: str) -> None:
-    assert bad({name: [1.0]}) == f"{name} must be a torch.Tensor, got list"
+def test_things_that_are_not_tensors(form, name: str) -> None:
+    assert bad({name: [1.0]}, form) == f"{name} must be a torch.Tensor, got list"
+    assert bad({name: 1}, form) == f"{name} must be a torch.Tensor, got int"
 
 
 def test_a_state_that_is_no_tensor_or_no_float() -> None:
@@ -109,7 +111,8 @@ def test_a_state_that_is_no_tensor_or_no_float() -> None:
     assert "initial_state must be a tensor [2, slots, HV, K, V] or the pair (S, M), got str" in bad(
         {"initial_state": "state"}
     )
-    expected = "initial_state must be float32 (float64 for float64 inputs), got torch.int64"
+    assert bad({"initial_state": torch.tensor(1.0)}).endswith("= [2, 2, 2, 16, 24], got []")
+    expected = "initial_state must be a floating-point tensor, got torch.int64"
     assert bad({"initial_state": state.long()}) == expected
 
 
@@ -155,9 +158,10 @@ def test_wrong_boundaries_are_refused(form, offsets: list, expected: str) -> Non
     assert bad({"cu_seqlens": torch.tensor(offsets)}, form, B=1) == expected
 
 
-def test_boundaries_of_the_wrong_kind_or_for_a_batch() -> None:
-    assert bad({"cu_seqlens": [0, 4]}, B=1) == "cu_seqlens must be a tensor or SequenceBoundaries, got list"
-    assert bad({"cu_seqlens": torch.tensor([0, 4])}) == "cu_seqlens needs a packed row, B == 1, got B = 2"
+@pytest.mark.parametrize("form", FORMS)
+def test_boundaries_of_the_wrong_kind_or_for_a_batch(form) -> None:
+    assert bad({"cu_seqlens": [0, 4]}, form, B=1) == "cu_seqlens must be a tensor or SequenceBoundaries, got list"
+    assert bad({"cu_seqlens": torch.tensor([0, 4])}, form) == "cu_seqlens needs a packed row, B == 1, got B = 2"
 
 
 @pytest.mark.parametrize("chunk_size", [0, -1, 257, 16.0, True, "64"])
@@ -256,6 +260,7 @@ def test_a_step_refuses_states_that_share_memory(backend: str) -> None:
 def test_a_step_without_its_state_says_what_is_missing() -> None:
     assert "state must be a tensor [2, slots, HV, K, V] or the pair (S, M), got NoneType" in bad_step(state=None)
     assert "state must be a pair of tensors (S, M), but S is NoneType" in bad_step(state=(None, None))
+    assert bad_step(state=torch.tensor(1.0)).endswith("or the pair (S, M), got shape []")
 
 
 def test_nothing_is_written_to_the_state_by_a_step_that_is_refused() -> None:

@@ -49,11 +49,21 @@ class CausalWindow(nn.Module):
 
     def step(self, x: Tensor, state: Tensor, slots: Tensor | None = None) -> Tensor:
         """The same; with ``slots`` (int64 ``[B]``) the state of row b is ``state[slots[b]]``."""
+        if x.dim() != 2 or x.shape[1] != self.channels:
+            raise ValueError(f"x must have shape [B, {self.channels}], got {list(x.shape)}")
+        rows = x.shape[0] if slots is None else state.shape[0]
+        if state.shape != (rows, self.channels, self.width - 1):
+            shown = rows if slots is None else "slots"
+            raise ValueError(
+                f"state must have shape [{shown}, {self.channels}, {self.width - 1}], got {list(state.shape)}"
+            )
         if slots is None:
             return self.advance(x, state)
-        rows = state.index_select(0, slots)
-        y = self.advance(x, rows)
-        state.index_copy_(0, slots, rows)
+        if slots.shape != x.shape[:1]:
+            raise ValueError(f"slots must have shape [{x.shape[0]}], got {list(slots.shape)}")
+        held = state.index_select(0, slots)
+        y = self.advance(x, held)
+        state.index_copy_(0, slots, held)
         return y
 
     def forward(
@@ -68,6 +78,8 @@ class CausalWindow(nn.Module):
 
         With a plan (its own, or the layout's) x holds one rank's tokens and states are those of all documents.
         """
+        if x.dim() != 3 or x.shape[2] != self.channels:
+            raise ValueError(f"x must have shape [B, T, {self.channels}], got {list(x.shape)}")
         if layout is None:
             layout = make_layout((x.shape[0], x.shape[1]), context_parallel=context_parallel)
         if layout.context_parallel is not None:
@@ -85,6 +97,7 @@ class CausalWindow(nn.Module):
     def _forward(
         self, x: Tensor, layout: TokenLayout, state: Tensor | None, return_state: bool
     ) -> tuple[Tensor, Tensor | None]:
+        self._check_sequences(x, layout, state)
         history_has_gradient = state is not None and state.requires_grad
         if return_state or history_has_gradient or self.width > MOST_TAPS or not is_native(x):
             return self._define(x, layout, state, return_state)
@@ -95,6 +108,21 @@ class CausalWindow(nn.Module):
         convolution = Convolution(settings, lambda x, *parameters: self._define(x, layout, state, False)[0])
         return convolution(x, weight, bias), None
 
+    def _check_sequences(self, x: Tensor, layout: TokenLayout, state: Tensor | None) -> None:
+        """x is what the layout describes, and the state has as many sequences."""
+        sequences = x.shape[0]
+        if layout.boundaries is not None:
+            sequences, total = layout.boundaries.num_sequences, layout.boundaries.total
+            if x.shape[:2] != (1, total):
+                raise ValueError(f"x must begin with [1, {total}] as the pack of the layout does, got {list(x.shape)}")
+        if state is None:
+            return
+        expected = [sequences, self.channels, self.width - 1]
+        if list(state.shape) != expected:
+            raise ValueError(f"state must have shape {expected}, got {list(state.shape)}")
+        if state.device != x.device:
+            raise ValueError(f"state must be on the device of x, {x.device}, got {state.device}")
+
     def _define(
         self, x: Tensor, layout: TokenLayout, state: Tensor | None, return_state: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -104,7 +132,7 @@ class CausalWindow(nn.Module):
             y = self.convolve(extended)
             last = extended[:, x.shape[1] :].mT if return_state else None
             return y, last
-        at = layout.extended_indices(history)
+        at = layout.extended_indices(history, x.device)
         extended = x.new_zeros(1, x.shape[1] + at.front.numel(), self.channels).index_copy(1, at.tokens, x)
         if state is not None:
             extended = extended.index_copy(1, at.front, state.mT.to(x.dtype).reshape(1, -1, self.channels))
@@ -137,7 +165,9 @@ class ShortConvolution(CausalWindow):
         self.channels //= ranks
 
     def advance(self, x: Tensor, state: Tensor) -> Tensor:
-        if is_native(x, self.weight, state) and not torch.is_grad_enabled() and state.is_contiguous():
+        fits = x.shape[1:] == self.weight.shape[:1] and state.shape == (*x.shape, self.width - 1)
+        native = fits and is_native(x, self.weight, self.bias, state) and state.is_contiguous()
+        if native and not torch.is_grad_enabled():
             return convolution_step(x.contiguous(), self.weight, self.bias, state, self.activation)
         window = torch.cat([state, x.to(state.dtype).unsqueeze(-1)], dim=-1)
         state.copy_(window[..., 1:])

@@ -13,7 +13,7 @@ in memory and multiplies them all when the first of them is called.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ class Packed(nn.Module):
 
     @property
     def packed_weight(self) -> PackedWeight:
-        """The buffers as what they mean."""
+        """The buffers, viewed in the dtypes they stand for."""
         kinds = packed_like(0, 0, self.format)
         scales = None if self.scales is None or kinds.scales is None else self.scales.view(kinds.scales.dtype)
         return PackedWeight(self.format, self.outputs, self.inputs, self.packed.view(kinds.weights.dtype), scales)
@@ -79,10 +79,6 @@ class Packed(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.inputs}, {self.outputs}, {self.format}"
-
-
-def is_packed(module: nn.Module) -> TypeGuard[Packed]:
-    return isinstance(module, Packed)
 
 
 class PackedEmbedding(Packed):

@@ -43,7 +43,7 @@ from mdn.layers.linear import Linear
 from mdn.layers.mixer import ConvSettings, Heads, ProjectedMixer, StateShape, columns
 from mdn.layers.token_layout import TokenLayout
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.cpu.layers import GateTensors
+from mdn.ops.cpu.layers import GateTensors, gates_fit
 from mdn.ops.cpu.layers import momentum_gates as native_gates
 from mdn.ops.fused import any_requires_gradient, is_native
 
@@ -152,7 +152,8 @@ class StabilityGates(nn.Module):
         a, b, m, e, A_log, dt_bias, Mu_log, mu_bias, log_factor = tensors
         settings = self.settings
         # One token only: recomputation in training must find the same bits with and without gradients.
-        if a.dim() == 2 and e is not None and is_native(*tensors) and not any_requires_gradient(tensors):
+        known = a.dim() == 2 and is_native(*tensors) and gates_fit(tensors)
+        if known and not any_requires_gradient(tensors):
             return Gates(*native_gates(tensors, self._for_kernel))
         dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
         a, b, dt_bias = a.to(dtype), b.to(dtype), dt_bias.to(dtype)

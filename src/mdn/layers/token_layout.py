@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.boundaries import SequenceBoundaries, restarts
 from mdn.ops.context_parallel import requested_plan
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class TokenLayout:
             positions = (self.key_mask.cumsum(-1) - 1).clamp_min(0)[:, -time:]
             return self.enter(positions)
         if self.boundaries is not None:
-            return self.boundaries.positions.unsqueeze(0)
+            return self.boundaries.to(device).positions.unsqueeze(0)
         return torch.arange(self.past_length, self.past_length + time, device=device).unsqueeze(0)
 
     def rotary(self, dim: int, theta: float, device: torch.device) -> RotaryAngles:
@@ -122,14 +122,13 @@ class TokenLayout:
 
     # ---------------------------------------------------------------- room for the past in front of every sequence
 
-    def extended_indices(self, width: int) -> ExtendedIndices:
+    def extended_indices(self, width: int, device: torch.device) -> ExtendedIndices:
         """Where everything lies once every sequence has ``width`` extra entries in front, into which a short
         convolution puts its state."""
         if width not in self._extended:
-            boundaries = self.boundaries
-            assert boundaries is not None
+            assert self.boundaries is not None
+            boundaries = self.boundaries.to(device)
             cu_seqlens, sequence_ids = boundaries.cu_seqlens, boundaries.sequence_ids
-            device = cu_seqlens.device
             tokens = torch.arange(boundaries.total, device=device) + (sequence_ids + 1) * width
             places = torch.arange(width, device=device)
             numbers = torch.arange(boundaries.num_sequences, device=device)
@@ -180,9 +179,9 @@ def make_layout(
             return _padded_layout(shape, new, mask if has_attention else None, position_ids, past)
         key_mask = mask if has_attention and past > 0 else None
     if position_ids is not None and shape[1] > 1:
-        pack = _restarts(position_ids, shape[0], past_length is not None)
+        pack = _pack_of_positions(position_ids, shape[0], past_length is not None)
         if pack is not None:
-            return TokenLayout(shape, pack)
+            return TokenLayout(shape, pack, positions=position_ids)
     return TokenLayout(shape, past_length=past, key_mask=key_mask, positions=position_ids)
 
 
@@ -218,7 +217,7 @@ def _padded_layout(
     if position_ids is not None:
         positions = boundaries.unpad(position_ids.expand(shape))
         same_row = boundaries.sequence_ids.diff() == 0
-        if not torch.compiler.is_compiling() and bool((same_row & (positions[0].diff() <= 0)).any()):
+        if not torch.compiler.is_compiling() and bool((same_row & restarts(positions[0])).any()):
             raise ValueError(
                 "position_ids restart inside a row that attention_mask says is one padded sequence: "
                 "mark a pack by cu_seqlens, without padding, or give one row per sequence"
@@ -275,12 +274,12 @@ def _checked_mask(attention_mask: Tensor, shape: tuple[int, int], past_length: i
     )
 
 
-def _restarts(position_ids: Tensor, batch: int, has_cache: bool) -> SequenceBoundaries | None:
+def _pack_of_positions(position_ids: Tensor, batch: int, has_cache: bool) -> SequenceBoundaries | None:
     """Boundaries if the positions of a single row restart, as the Trainer's padding-free collator writes them."""
     if batch == 1 and not has_cache:
         boundaries = SequenceBoundaries.from_position_ids(position_ids)
         return boundaries if boundaries.num_sequences > 1 else None
-    if not torch.compiler.is_compiling() and bool((position_ids.diff(dim=-1) <= 0).any()):
+    if not torch.compiler.is_compiling() and bool(restarts(position_ids).any()):
         raise ValueError(
             "position_ids that restart mark a pack, which needs a batch of 1 and no past_key_values; "
             "otherwise give attention_mask"

@@ -23,6 +23,11 @@ SLOWEST_LOG_DECAY = -math.exp(-0.5)
 
 
 class _Streams(Kernel[tuple[Tensor, ...]]):
+    def fits(self, x: Tensor, shifted: Tensor, *mixes: Tensor) -> bool:
+        width = x.shape[-1]
+        parameters = all(mix.shape[-1:] == (width,) and mix.numel() == width and mix.dim() <= x.dim() for mix in mixes)
+        return x.shape == shifted.shape and parameters
+
     def definition(self, x: Tensor, shifted: Tensor, *mixes: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.addcmul(x, shifted, mix) for mix in mixes)
 
@@ -53,6 +58,10 @@ def mixed_streams(x: Tensor, shifted: Tensor, *mixes: Tensor) -> tuple[Tensor, .
 class _RuleInputs(Kernel[tuple[Tensor, ...]]):
     heads: int
 
+    def fits(self, k: Tensor, decay: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor) -> bool:
+        width = k.shape[-1:]
+        return k.shape == decay.shape == rate.shape and k_k.shape == k_a.shape == width and width[0] % self.heads == 0
+
     def definition(self, k: Tensor, decay: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor) -> tuple[Tensor, ...]:
         rate = rate.sigmoid()
         flat = (SLOWEST_LOG_DECAY * decay.sigmoid(), k * (1 + (rate - 1) * k_a), k * k_k, rate)
@@ -79,6 +88,17 @@ def rule_inputs(k: Tensor, decay: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor
 @dataclass(frozen=True)
 class _MixedOutput(Kernel[Tensor]):
     eps: float
+
+    def fits(
+        self, o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor
+    ) -> bool:
+        heads, width = o.shape[-2:], gate.shape[-1:]
+        return (
+            o.shape == r.shape == k.shape == v.shape
+            and gate.shape == (*o.shape[:-2], heads.numel())
+            and r_k.shape == heads
+            and weight.shape == bias.shape == width
+        )
 
     def definition(
         self, o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor

@@ -70,6 +70,8 @@ _NOT_FOR_FAMILY = {
 }
 
 
+prepared_steps: dict[Any, Any] = {}
+"""decode steps of all rules that were checked and bound to a backend, by signature (ops/momentum/step.py)"""
 _ADDED: dict[str, dict[str, tuple[Any, Callable[[Tensor], str | None] | None]]] = {family: {} for family in _MODULES}
 """family -> backends that were registered from outside: (what has forward, backward and step_, why it cannot run)"""
 
@@ -97,11 +99,13 @@ def _import(module: str) -> ModuleType:
 def registered_backend(
     name: str, module: Any, family: str = "momentum", why_not: Callable[[Tensor], str | None] | None = None
 ) -> Iterator[None]:
-    """Make ``backend=name`` known inside the ``with`` block.
+    """Make ``backend=name`` known inside the ``with`` block, in which backward passes through it must run, too.
 
     ``module`` has the functions that docs/architecture.md lists; ``why_not`` gives the reason why it cannot run for
     tensors like q, or None.
     """
+    if family not in ("momentum", "vector momentum"):
+        raise ValueError(f"family must be 'momentum' or 'vector momentum' for a backend from outside, got {family!r}")
     if name in BACKENDS or name in _ADDED[family]:
         raise ValueError(f"name must be new, but there is a backend {name!r} already")
     _ADDED[family][name] = module, why_not
@@ -109,6 +113,7 @@ def registered_backend(
         yield
     finally:
         del _ADDED[family][name]
+        prepared_steps.clear()  # another backend may take over the name
 
 
 # ------------------------------------------------------------------------------------------------------------ requests

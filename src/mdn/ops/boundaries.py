@@ -9,9 +9,20 @@ from __future__ import annotations
 import itertools
 import weakref
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Kept here and not as attributes of the tensors, which could then be neither saved nor copied.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""``cu_seqlens`` of an object -> weak reference to the object. A custom op takes only the tensor."""
+_last_read: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""a caller's tensor -> the object that was made from the values it had"""
+
+_lasting = torch.inference_mode(False)
+"""What is made in inference mode could not be used for training later: autograd saves indices."""
 
 
 class SequenceBoundaries:
@@ -26,10 +37,15 @@ class SequenceBoundaries:
         """This object owns ``cu_seqlens``: nothing else may write to it."""
         self.cu_seqlens = cu_seqlens
         self.offsets = offsets
-        # A custom op takes only the tensor. It must find this object again: weakly, so that the two are no cycle.
-        cu_seqlens._mdn_boundaries = weakref.ref(self)  # type: ignore[attr-defined]
+        if not torch.compiler.is_compiling():
+            _owners[cu_seqlens] = weakref.ref(self)  # weakly, so that the two are no cycle
         self._padded: tuple[tuple[int, int], Tensor] | None = None
         self._stretched: dict[int, SequenceBoundaries] = {}
+        self._elsewhere: dict[torch.device, SequenceBoundaries] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy: what can be computed again is left out."""
+        return _made, (self.offsets, self.cu_seqlens.device, self._padded)
 
     # ---------------------------------------------------------------- constructors
 
@@ -52,13 +68,17 @@ class SequenceBoundaries:
         return boundaries
 
     @classmethod
+    @_lasting
     def _from_new_tensor(cls, cu_seqlens: Tensor) -> SequenceBoundaries:
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
             raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {list(cu_seqlens.shape)}")
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+        if cu_seqlens.is_meta:
+            raise ValueError("cu_seqlens must hold numbers, got a tensor on the meta device")
         offsets = tuple(cu_seqlens.tolist())
-        known: SequenceBoundaries | None = getattr(cu_seqlens, "_mdn_last_read", None)
+        compiling = torch.compiler.is_compiling()
+        known: SequenceBoundaries | None = None if compiling else _last_read.get(cu_seqlens)
         if known is not None and known.offsets == offsets:  # the values decide, not the tensor's identity
             return known
         if offsets[0] != 0:
@@ -67,19 +87,21 @@ class SequenceBoundaries:
             if end < start:
                 raise ValueError(f"cu_seqlens must be sorted, but entry {i + 1} is {end} after {start}")
         boundaries = cls(cu_seqlens.detach().to(torch.int64, copy=True), offsets)
-        cu_seqlens._mdn_last_read = boundaries  # type: ignore[attr-defined]
+        if not compiling:
+            _last_read[cu_seqlens] = boundaries
         return boundaries
 
     @classmethod
     def from_lengths(
         cls, lengths: list[int] | tuple[int, ...], device: torch.device | str = "cpu"
     ) -> SequenceBoundaries:
-        offsets = [0]
-        for length in lengths:
-            offsets.append(offsets[-1] + int(length))
-        return cls(torch.tensor(offsets, dtype=torch.int64, device=device), tuple(offsets))
+        for i, length in enumerate(lengths):
+            if length < 0:
+                raise ValueError(f"lengths must be >= 0, but entry {i} is {length}")
+        return _made(tuple(itertools.accumulate(map(int, lengths), initial=0)), device)
 
     @classmethod
+    @_lasting
     def from_attention_mask(cls, mask: Tensor) -> SequenceBoundaries:
         """From a ``[B, T]`` mask of zeros and ones; row b becomes sequence b, wherever its ones are."""
         if mask.dim() != 2:
@@ -91,12 +113,13 @@ class SequenceBoundaries:
         return boundaries
 
     @classmethod
+    @_lasting
     def from_position_ids(cls, position_ids: Tensor) -> SequenceBoundaries:
-        """From positions ``[1, T]`` (or ``[T]``): a position that does not grow by one begins a new sequence."""
+        """From positions ``[1, T]`` (or ``[T]``): where they restart, a new sequence begins."""
         flat = position_ids.reshape(-1)
         if position_ids.dim() > 1 and position_ids.shape[0] != 1:
             raise ValueError(f"position_ids of a pack must have shape [1, T], got {list(position_ids.shape)}")
-        starts = (flat[1:] != flat[:-1] + 1).nonzero().squeeze(-1) + 1
+        starts = restarts(flat).nonzero().squeeze(-1) + 1
         edges = starts.new_tensor([0]), starts, starts.new_tensor([flat.numel()])
         cu_seqlens = torch.cat(edges)
         return cls(cu_seqlens, tuple(cu_seqlens.tolist()))
@@ -120,13 +143,16 @@ class SequenceBoundaries:
         return max(self.lengths)
 
     @cached_property
+    @_lasting
     def sequence_ids(self) -> Tensor:
         """int64 ``[total]``: the sequence that each token belongs to."""
         device = self.cu_seqlens.device
         lengths = torch.tensor(self.lengths, device=device)
-        return torch.repeat_interleave(torch.arange(self.num_sequences, device=device), lengths)
+        numbers = torch.arange(self.num_sequences, device=device)
+        return torch.repeat_interleave(numbers, lengths, output_size=self.total)  # given, it need not be read
 
     @cached_property
+    @_lasting
     def positions(self) -> Tensor:
         """int64 ``[total]``: each token's position inside its sequence, from 0."""
         return torch.arange(self.total, device=self.cu_seqlens.device) - self.cu_seqlens[self.sequence_ids]
@@ -137,8 +163,18 @@ class SequenceBoundaries:
         """Boundaries of the same sequences with every token repeated ``factor`` times; made once for all layers."""
         if factor not in self._stretched:
             offsets = tuple(factor * offset for offset in self.offsets)
-            self._stretched[factor] = SequenceBoundaries(factor * self.cu_seqlens, offsets)
+            with torch.inference_mode(False):
+                self._stretched[factor] = SequenceBoundaries(factor * self.cu_seqlens, offsets)
         return self._stretched[factor]
+
+    def to(self, device: torch.device | str) -> SequenceBoundaries:
+        """The same on another device; made once. The offsets are known to the host: nothing waits for a device."""
+        device = torch.device(device)
+        if device == self.cu_seqlens.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = _made(self.offsets, device, self._padded)
+        return self._elsewhere[device]
 
     def unpad(self, x: Tensor) -> Tensor:
         """``[B, T, ...]`` to ``[1, total, ...]``: keeps only the tokens whose mask is one."""
@@ -160,10 +196,24 @@ class SequenceBoundaries:
         return self._padded
 
 
+@_lasting
+def _made(
+    offsets: tuple[int, ...], device: torch.device | str, padded: tuple[tuple[int, int], Tensor] | None = None
+) -> SequenceBoundaries:
+    boundaries = SequenceBoundaries(torch.tensor(offsets, dtype=torch.int64, device=device), offsets)
+    boundaries._padded = None if padded is None else (padded[0], padded[1].to(device))
+    return boundaries
+
+
 def _owner(cu_seqlens: Tensor) -> SequenceBoundaries | None:
     """The object that this very tensor belongs to, if it still exists."""
-    reference = getattr(cu_seqlens, "_mdn_boundaries", None)
+    reference = None if torch.compiler.is_compiling() else _owners.get(cu_seqlens)
     return None if reference is None else reference()
+
+
+def restarts(position_ids: Tensor) -> Tensor:
+    """bool ``[..., T - 1]``: whether each position but the first begins a sequence. A jump forward does not."""
+    return position_ids[..., 1:] <= position_ids[..., :-1]
 
 
 def num_sequences(boundaries: SequenceBoundaries | Tensor) -> int:

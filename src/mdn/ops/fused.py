@@ -2,8 +2,9 @@
 native kernel for CPUs.
 
 Every function here computes its torch definition. For float32 CPU tensors it is done by the native kernel in one pass
-over memory, forward and backward; elsewhere, under torch.compile and for derivatives that the kernel does not know
-(forward mode, torch.func, second derivatives) the definition itself runs. ``with definitions_only():`` shows the
+over memory, forward and backward; elsewhere, under torch.compile, for shapes that the kernel does not know (which torch
+broadcasts or refuses) and for derivatives that it does not know (forward mode, torch.func, second derivatives) the
+definition itself runs. ``with definitions_only():`` shows the
 difference.
 """
 
@@ -61,11 +62,16 @@ def any_requires_gradient(tensors: Iterable[Tensor | None]) -> bool:
 class Kernel(Generic[Result]):
     """A function of tensors (None where one is absent), and its hand-written gradient."""
 
+    def fits(self, *tensors: Any) -> bool:
+        """Whether the native form reads and writes no more than these shapes hold: it gets addresses only. Called for
+        every call of the kernel, so by comparing shapes and nothing else."""
+        raise NotImplementedError
+
     def definition(self, *tensors: Any) -> Result:
         raise NotImplementedError
 
     def forward(self, *tensors: Any) -> Result:
-        """The same, natively; all tensors are contiguous."""
+        """The same, natively; all tensors fit and are contiguous."""
         raise NotImplementedError
 
     def backward(self, grad: Result, *tensors: Any) -> tuple[Tensor | None, ...]:
@@ -73,7 +79,7 @@ class Kernel(Generic[Result]):
         raise NotImplementedError
 
     def __call__(self, *tensors: Tensor | None) -> Result:
-        if not is_native(*tensors):
+        if not is_native(*tensors) or not self.fits(*tensors):
             return self.definition(*tensors)
         contiguous = [None if x is None else x.contiguous() for x in tensors]
         if any_requires_gradient(tensors):
@@ -118,6 +124,9 @@ class _Norm(Kernel[Tensor]):
     eps: float
     activation: str | None
 
+    def fits(self, x: Tensor, weight: Tensor, gate: Tensor | None) -> bool:
+        return x.shape[-1:] == weight.shape and (gate is None or gate.shape == x.shape)
+
     def definition(self, x: Tensor, weight: Tensor, gate: Tensor | None) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         normed = F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), self.eps).to(x.dtype)
@@ -144,6 +153,9 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activati
 
 
 class _SwiGlu(Kernel[Tensor]):
+    def fits(self, gate: Tensor, up: Tensor) -> bool:
+        return gate.shape == up.shape
+
     def definition(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
 
@@ -173,6 +185,16 @@ class Convolution(Kernel[Tensor]):
     settings: native.ConvolutionSettings
     define: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
+    def fits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        offsets, state, _ = self.settings
+        channels, _, width = weight.shape
+        return (
+            x.shape[-1] == channels
+            and x.numel() == offsets[-1] * channels
+            and (bias is None or bias.shape == (channels,))
+            and (state is None or state.shape == (len(offsets) - 1, channels, width - 1))
+        )
+
     def definition(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.define(x, weight, bias)
 
@@ -193,6 +215,10 @@ class _CrossEntropy(Kernel[Tensor]):
         self.labels = labels
         self.log_sum: Tensor | None = None
 
+    def fits(self, logits: Tensor) -> bool:
+        labels = self.labels
+        return logits.shape[:-1] == labels.shape and labels.dim() == 1 and labels.dtype == torch.int64 and labels.is_cpu
+
     def definition(self, logits: Tensor) -> Tensor:
         return F.cross_entropy(logits, self.labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
@@ -209,11 +235,12 @@ class _CrossEntropy(Kernel[Tensor]):
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """The cross entropy of logits ``[rows, classes]`` against int64 labels ``[rows]``, summed over the labelled rows
     (those whose label is not -100)."""
-    if is_native(logits):
-        labels = labels.contiguous()
-        if bool((labels >= logits.shape[1]).any()) or bool(((labels < 0) & (labels != IGNORE_INDEX)).any()):
+    kernel = _CrossEntropy(labels.contiguous())
+    if is_native(logits) and kernel.fits(logits):
+        wrong = (labels >= logits.shape[1]) | ((labels < 0) & (labels != IGNORE_INDEX))
+        if bool(wrong.any()):
             raise ValueError(f"labels must be {IGNORE_INDEX} or below the {logits.shape[1]} classes")
-    return _CrossEntropy(labels)(logits)
+    return kernel(logits)
 
 
 # --------------------------------------------------------------------------------------------------------- linear maps
@@ -226,7 +253,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     reads the weights at half of the memory's speed. The sums of a row do not depend on how many rows there are.
     """
     few = x.shape[-1] == weight.shape[-1] and 0 < x.numel() <= MOST_ROWS * weight.shape[-1]
-    if not few or not _is_plain(weight) or not is_native(x, weight, bias) or torch.is_autocast_enabled("cpu"):
+    fits = weight.dim() == 2 and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+    if not (few and fits) or not _is_plain(weight) or not is_native(x, weight, bias):
+        return F.linear(x, weight, bias)
+    if torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     if any_requires_gradient((x, weight, bias)):
         return F.linear(x, weight, bias)

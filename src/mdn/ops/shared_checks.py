@@ -6,7 +6,7 @@ Errors name the argument, what was given and what is expected.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +14,15 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
+
+from mdn.ops.boundaries import SequenceBoundaries
+
+
+def check_floating(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must be a floating-point tensor, got {x.dtype}")
 
 
 def check_scale(scale: float | None, q: Tensor) -> float:
@@ -49,6 +58,23 @@ def worst(gate: Tensor, largest: bool) -> str:
     if bool((gate == float("inf")).any()):
         return "inf"
     return f"{(gate.max() if largest else gate.min()).item():.6g}"
+
+
+def check_initial_state(state: Tensor, letters: str, expected: Sequence[int], q: Tensor) -> None:
+    """``letters`` names the sizes in ``expected``."""
+    check_floating("initial_state", state)
+    if list(state.shape) != list(expected):
+        raise ValueError(f"initial_state must have shape [{letters}] = {list(expected)}, got {list(state.shape)}")
+    if state.device != q.device:
+        raise ValueError(f"initial_state must be on the device of q, {q.device}, got {state.device}")
+
+
+def check_packed(cu_seqlens: Tensor | SequenceBoundaries, q: Tensor) -> None:
+    """Boundaries of either kind, of one packed row. Their values are read elsewhere, where they can be."""
+    if not isinstance(cu_seqlens, Tensor | SequenceBoundaries):
+        raise ValueError(f"cu_seqlens must be a tensor or SequenceBoundaries, got {type(cu_seqlens).__name__}")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs a packed row, B == 1, got B = {q.shape[0]}")
 
 
 # --------------------------------------------------------------------------------------------------------- decode state
@@ -105,7 +131,7 @@ def check_state_indices(state_indices: Tensor, state: Tensor, batch: int, read: 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Disables autocast: an op manages its precision itself. (Entering autocast takes as long as a small decode step,
-    so it is entered only when there is one to leave. Meta tensors know none.)"""
+    so it is entered only when there is one to leave. Meta tensors have no autocast.)"""
     kind = x.device.type
     off = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if off else nullcontext()
@@ -113,18 +139,46 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def has_tangents(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a forward-mode derivative (torch.func.jvp, jacfwd, forward_ad) follows one of these tensors."""
+    if forward_ad._current_level < 0:
+        return False
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def refuse_func_derivatives(tensors: Iterable[Tensor | None], rule: str, instead: str) -> None:
-    """Forward-mode derivatives would stop at the border of an op without a word, and torch.func.grad cannot enter it:
-    both are refused by name. vmap is allowed."""
+def refuse_transforms(
+    function: str, instead: str, tensors: Iterable[Tensor | None], derivatives_only: bool = False
+) -> None:
+    """Forward-mode derivatives and ``torch.func`` cannot see into a hand-written backward pass or a native kernel. With
+    ``derivatives_only`` the other transforms of ``torch.func``, such as vmap, are let through."""
     if torch.compiler.is_compiling():
         return
-    if has_tangents(tensors):
-        what = "forward-mode derivative (torch.func.jvp, jacfwd, forward_ad)"
-    elif any(level.key() == TransformType.Grad for level in get_interpreter_stack() or ()):
-        what = "derivative by torch.func (grad, vjp, jacrev; backward() works)"
+    levels = get_interpreter_stack() or ()
+    if any(not derivatives_only or level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels):
+        what = "torch.func derivatives" if derivatives_only else "torch.func transforms"
+    elif has_tangents(tensors):
+        what = "forward-mode derivatives"
     else:
         return
-    raise NotImplementedError(f"the chunkwise form of the {rule} has no {what}; use {instead}, which is plain torch")
+    raise NotImplementedError(f"{function} does not support {what}; {instead} does")
+
+
+def refuse_gradients(
+    step: str,
+    rule: str,
+    tensors: Sequence[Tensor | None],
+    fields: Sequence[str],
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """A decode step updates its state in place and records nothing for a backward pass: ``chunk_{rule}`` does.
+    ``fields`` are the names of ``tensors``; ``names`` are what the caller calls some of them."""
+    if not torch.is_grad_enabled():
+        return
+    for x in tensors:  # any() would take half as long again, and a step is short
+        if x is not None and x.requires_grad:
+            break
+    else:
+        return
+    given = [field for field, x in zip(fields, tensors) if x is not None and x.requires_grad]
+    shown = ", ".join((names or {}).get(field, field) for field in given)
+    raise ValueError(
+        f"{step} has no gradient: use chunk_{rule}, or torch.no_grad(); got tensors that require one: {shown}"
+    )

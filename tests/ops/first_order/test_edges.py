@@ -41,7 +41,7 @@ def slots(count: int) -> Tensor:
         ),
         (
             {"initial_state": torch.zeros(3, 2, 8, 6)},
-            r"initial_state must have shape \[2, 2, 8, [67]\], got \[3, 2, 8,",
+            r"initial_state must have shape \[N, HV, K, V\] = \[2, 2, 8, [67]\], got \[3, 2, 8,",
         ),
         ({"k": None}, "k must be a torch.Tensor, got NoneType"),
         ({"v": "v"}, "v must be a torch.Tensor, got str"),
@@ -51,6 +51,91 @@ def test_bad_arguments_of_a_chunkwise_form_are_named(rule: str, backend: str, wr
     tensors = arguments(rule, T=5, dtype=torch.float32)
     with pytest.raises(ValueError, match=message):
         chunk(rule)(**tensors | wrong, backend=backend)
+
+
+@pytest.mark.parametrize("form", [chunk, recurrent])
+@pytest.mark.parametrize("rule", RULES)
+def test_boundaries_of_the_wrong_kind_or_for_a_batch_are_named(rule: str, form: Any):
+    for given in ([0, 5], 5):
+        with pytest.raises(ValueError, match=r"cu_seqlens must be a tensor or SequenceBoundaries, got (list|int)"):
+            form(rule)(**arguments(rule, B=1, T=5), cu_seqlens=given)
+    with pytest.raises(ValueError, match="cu_seqlens needs a packed row, B == 1, got B = 2"):
+        form(rule)(**arguments(rule, B=2, T=5), cu_seqlens=torch.tensor([0, 5]))
+
+
+@pytest.mark.parametrize("form", [chunk, recurrent, step])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_tensor_that_is_none_is_named(rule: str, form: Any):
+    tensors, state = (token(rule), {"state": slots(2)}) if form is step else (arguments(rule, T=5), {})
+    for name in tensors:
+        for given in ([1.0], 1, "x"):
+            with pytest.raises(ValueError, match=f"^{name} must be a torch.Tensor, got (list|int|str)"):
+                form(rule)(**tensors | {name: given}, **state)
+
+
+@pytest.mark.parametrize("form", [chunk, recurrent])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"g_gamma": -0.1}, "g_gamma must be a torch.Tensor, got float"),
+        ({"g_gamma": torch.tensor([-1])}, "g_gamma must be a floating-point tensor, got torch.int64"),
+        ({"g_gamma": -torch.ones(3)}, r"g_gamma must have shape \[2\], got \[3\]"),
+        ({"g_gamma": -torch.ones(2), "v": 1}, "v must be a torch.Tensor, got int"),
+    ],
+)
+def test_constant_decays_of_the_wrong_kind_are_named(form: Any, given: dict[str, Any], message: str):
+    tensors = arguments("simple_gla", T=5)
+    del tensors["g"]
+    with pytest.raises(ValueError, match=message):
+        form("simple_gla")(**tensors | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"state": None}, "state must be a torch.Tensor, got NoneType"),
+        ({"v": 1}, "v must be a torch.Tensor, got int"),
+        ({"v": torch.ones(2, 2, 6).long()}, "v must be a floating-point tensor, got torch.int64"),
+        ({"z_state": 1}, r"z_state must be torch.float32 \[2, 2, 8\], as the state without V, got int"),
+    ],
+)
+def test_a_normalised_step_names_what_is_wrong(given: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        step("linear_attn")(**token("linear_attn") | {"state": slots(2), "z_state": torch.zeros(2, 2, 8)} | given)
+
+
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"g": [1.0]}, "g must be a torch.Tensor, got list"),
+        ({"beta": 1}, "beta must be a torch.Tensor, got int"),
+        ({"A_log": 0.5}, "A_log must be a torch.Tensor, got float"),
+        ({"A_log": torch.zeros(3)}, r"A_log must have 2 entries, \[2\], got shape \[3\]"),
+        ({"dt_bias": [0.0]}, "dt_bias must be a torch.Tensor, got list"),
+        ({"dt_bias": torch.zeros(3)}, r"dt_bias must have (2|16) entries, .*, got shape \[3\]"),
+    ],
+)
+def test_raw_gates_and_their_parameters_are_named(rule: str, given: dict[str, Any], message: str):
+    made = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(16 if rule == "kda" else 2)}
+    options = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    with pytest.raises(ValueError, match=message):
+        chunk(rule)(**arguments(rule, T=5) | made | given, **options)
+
+
+def test_kda_names_a_missing_raw_gate_and_a_wrong_bound():
+    tensors, options = arguments("kda", T=5), {"use_gate_in_kernel": True, "A_log": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"g must be a torch.Tensor, got NoneType"):
+        chunk("kda")(**tensors | {"g": None}, **options)
+    for bound in ("low", 1.0, float("-inf")):
+        with pytest.raises(ValueError, match="lower_bound must be a finite number <= 0 or None, got"):
+            chunk("kda")(**tensors, **options, lower_bound=bound)
+
+
+@ON_EVERY_BACKEND
+def test_the_heads_of_an_initial_state_are_checked_before_anything_is_computed(rule: str, backend: str):
+    with pytest.raises(ValueError, match=r"initial_state must .*, got \[2, 5, 8, 6\]|got \[2, 5, 8, 7\]"):
+        chunk(rule)(**arguments(rule, T=5, dtype=torch.float32), initial_state=torch.zeros(2, 5, 8, 6), backend=backend)
 
 
 @ON_EVERY_BACKEND
@@ -106,6 +191,19 @@ def test_a_step_refuses_decays_above_one(rule: str, backend: str):
         step(rule)(**tensors | {name: -tensors[name]}, state=state, backend=backend)
     assert not state.any()
     step(rule)(**tensors | {name: -tensors[name]}, state=state, backend=backend, check_gates=False)
+
+
+@ON_EVERY_BACKEND
+def test_gates_of_a_chunkwise_form_are_not_looked_at_when_the_caller_says_so(rule: str, backend: str):
+    tensors = arguments(rule, T=5, gates="mild", dtype=torch.float32)
+    name = next((name for name in ("g", "w") if name in tensors), None)
+    plain = chunk(rule)(**tensors, backend=backend)[0]
+    assert torch.equal(chunk(rule)(**tensors, backend=backend, check_gates=False)[0], plain)
+    if name is not None:
+        growing = tensors | {name: -0.1 * tensors[name]}
+        with pytest.raises(ValueError, match=f"{name} must be <= 0"):
+            chunk(rule)(**growing, backend=backend)
+        chunk(rule)(**growing, backend=backend, check_gates=False)
 
 
 @pytest.mark.native

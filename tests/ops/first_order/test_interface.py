@@ -69,7 +69,9 @@ def test_on_a_gpu_the_kernels_of_fla_get_the_arguments_by_their_names(rule, back
     if "cu_seqlens_cpu" in signature.parameters:
         options["cu_seqlens_cpu"] = boundaries.cu_seqlens
     assert chunk(rule)(**tensors, **options, backend=backend) == ("output", "state")
-    (call,) = calls
+    chunk(rule)(**tensors, cu_seqlens=SequenceBoundaries.from_lengths([4, 5], "meta"), backend=backend)
+    call, moved = calls
+    assert moved["cu_seqlens"].tolist() == [0, 4, 9]
     assert call["scale"] == 0.3
     assert call["initial_state"] is state
     assert call["cu_seqlens"] is boundaries.cu_seqlens
@@ -151,7 +153,7 @@ BAD_INPUTS = {
     "beta must have shape": lambda t: {"beta": t["beta"][:, :5]},
     "q must be a floating-point tensor": lambda t: {"q": t["q"].long(), "k": t["k"].long()},
     "initial_state must have shape": lambda t: {"initial_state": torch.zeros(1, 2, 8, 6)},
-    r"cu_seqlens needs one packed row \(B == 1\)": lambda t: {"cu_seqlens": torch.tensor([0, 70])},
+    "cu_seqlens needs a packed row, B == 1, got B = 2": lambda t: {"cu_seqlens": torch.tensor([0, 70])},
     "chunk_size must be a power of two, got 48": lambda t: {"chunk_size": 48},
     "allow_neg_eigval=True needs": lambda t: {"allow_neg_eigval": True},
 }

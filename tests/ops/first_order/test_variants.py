@@ -162,3 +162,18 @@ def test_two_householder_steps_rotate_a_plane_by_any_angle() -> None:
     _, final = chunk_gated_delta_rule(**arguments, initial_state=start, output_final_state=True)
     assert torch.linalg.det(final[0, 0]).item() == pytest.approx(1)
     assert final[0, 0].trace().item() == pytest.approx(2 * torch.cos(torch.tensor(angle)).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": 1}, "q must be a torch.Tensor, got int"),
+        ({"k": KEY}, r"k must have shape \[B, T, n, H, K\], got \[2, 70, 2, 12\]"),
+        ({"beta": None}, "beta must be a torch.Tensor, got NoneType"),
+        ({"cu_seqlens": [0, 70]}, "cu_seqlens must be a tensor or SequenceBoundaries, got list"),
+    ],
+)
+def test_products_name_what_is_wrong(changes, message):
+    given = {"q": Q[:1], "k": KEY[:1, :, None], "v": VALUE[:1, :, None], "g": G[:1], "beta": G[:1, :, None].exp()}
+    with pytest.raises(ValueError, match=message):
+        variants.chunk_gated_delta_product(**given | changes)

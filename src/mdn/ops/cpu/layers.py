@@ -187,9 +187,26 @@ class GateTensors(NamedTuple):
     log_factor: Tensor | None
 
 
+def gates_fit(given: GateTensors) -> bool:
+    """Whether the kernel knows them: e is there, m comes with its parameters, and nothing is to be broadcast."""
+    a, b, m, e, A_log, dt_bias, Mu_log, mu_bias, log_factor = given
+    if e is None or not (a.shape == b.shape == e.shape and dt_bias.shape == a.shape[-1:]):
+        return False
+    if m is not None and (m.shape != a.shape or Mu_log is None or mu_bias is None):
+        return False
+    heads = A_log.shape
+    return (
+        len(heads) == 1
+        and a.shape[-1] % heads[0] == 0
+        and (Mu_log is None or Mu_log.shape == heads)
+        and (mu_bias is None or mu_bias.shape == dt_bias.shape)
+        and (log_factor is None or log_factor.shape == heads)
+    )
+
+
 def momentum_gates(given: GateTensors, settings: dict[str, float]) -> Tensor:
-    """``[4, ..., HV]``: log_alpha, log_mu, beta, eta. ``given.e`` must not be None; ``settings``: the switches and
-    numbers of ``MdnGates``."""
+    """``[4, ..., HV]``: log_alpha, log_mu, beta, eta, of tensors that fit; ``settings``: the switches and numbers of
+    ``MdnGates``."""
     given = GateTensors(*(None if x is None else x.contiguous() for x in given))  # type: ignore[arg-type]
     gates = given.a.new_empty(4, *given.a.shape)
     heads = given.a.shape[-1]

@@ -34,6 +34,7 @@ from mdn.ops.chunking import chunk_scan
 from mdn.ops.cpu import KernelTensors
 from mdn.ops.first_order.inputs import FirstOrderTensors, PreparedTensors, expand_heads
 from mdn.ops.first_order.state_scan import state_scan
+from mdn.ops.momentum.chunk_math import segment_decay
 from mdn.ops.momentum.interface import RuleOptions
 from mdn.ops.shared_checks import without_autocast
 
@@ -50,7 +51,7 @@ def chunk_scalar_decay(
     S0 = scan.rank_states(initial_state)
     with without_autocast(x.v):
         q, k, v, log_alpha = (scan.split(y) for y in (x.q, x.k, x.v, x.log_alpha))
-        gamma_S = segment_decays(log_alpha)
+        gamma_S = segment_decay(log_alpha)[..., 1:, 1:]  # without the chunk's start, which abar has
         if x.beta is not None:
             gamma_S = gamma_S * scan.split(x.beta).unsqueeze(-2)
         abar = log_alpha.cumsum(-1).exp().unsqueeze(-1)  # [..., C, 1]
@@ -69,15 +70,6 @@ def chunk_scalar_decay(
         attend = (q @ k.transpose(-1, -2)) * gamma_S
         o = (abar * q) @ starts + attend @ residual
     return scan.join(o), scan.unrank_states(final)
-
-
-def segment_decays(log_alpha: Tensor) -> Tensor:
-    """``[..., C]`` logarithms to ``[..., C, C]``: product of the decays of tokens j+1..i, zeros above the diagonal."""
-    size = log_alpha.shape[-1]
-    lower = torch.ones(size, size, dtype=torch.bool, device=log_alpha.device).tril()
-    steps = log_alpha.unsqueeze(-1).expand(*log_alpha.shape, size)
-    sums = steps.masked_fill(~lower.tril(-1), 0.0).cumsum(-2)
-    return sums.exp().masked_fill(~lower, 0.0)
 
 
 def solve_unit_lower(erase: Tensor, values: Tensor, probes: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mdn.ops.shared_checks import check_floating
 
 
 def log_decay_from(
@@ -19,15 +23,28 @@ def log_decay_from(
     raw is ``[..., HV]``, or ``[..., HV, K]`` if ``vector``; A_log is ``[HV]`` and dt_bias has an entry for each of
     raw's.
     """
+    per_token = raw.shape[-2 if vector else -1 :]
+    _check_entries("A_log", A_log, per_token[:1])
+    _check_entries("dt_bias", dt_bias, per_token)
+    if lower_bound is not None and not (isinstance(lower_bound, int | float) and -math.inf < lower_bound <= 0):
+        raise ValueError(f"lower_bound must be a finite number <= 0 or None, got {lower_bound!r}")
     raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
     if A_log is None and lower_bound is None:
         raise ValueError("A_log must be given with use_gate_in_kernel=True, unless lower_bound is")
     if dt_bias is not None:
-        raw = raw + dt_bias.to(raw.dtype).reshape(raw.shape[-2 if vector else -1 :])
+        raw = raw + dt_bias.to(raw.dtype).reshape(per_token)
     rate = 1.0 if A_log is None else A_log.to(raw.dtype).exp().reshape(-1, *([1] * vector))
     if lower_bound is not None:
         return lower_bound * torch.sigmoid(rate * raw)
     return -rate * F.softplus(raw)
+
+
+def _check_entries(name: str, x: Tensor | None, shape: torch.Size) -> None:
+    if x is None:
+        return
+    check_floating(name, x)
+    if x.numel() != shape.numel():
+        raise ValueError(f"{name} must have {shape.numel()} entries, {list(shape)}, got shape {list(x.shape)}")
 
 
 def writing_strength(beta: Tensor | None, sigmoid: bool, allow_neg_eigval: bool) -> Tensor | None:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.l2norm import l2norm
-from mdn.ops.shared_checks import check_decode_state, check_log_decay
+from mdn.ops.momentum.interface import compute_dtype
+from mdn.ops.shared_checks import check_decode_state, check_floating, check_log_decay, check_packed
 
 
 class FirstOrderTensors(NamedTuple):
@@ -71,16 +72,11 @@ class PreparedTensors(NamedTuple):
         return PreparedTensors(self.q[:, t], self.k[:, t], self.v[:, t], p, self.log_alpha[:, t], beta, e)
 
 
-def compute_dtype(tensors: FirstOrderTensors) -> torch.dtype:
-    dtypes = (tensors.q.dtype, tensors.k.dtype, tensors.v.dtype)
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
 def prepare(
     tensors: FirstOrderTensors, scale: float, normalise: bool, erases: bool, p_times_alpha: bool
 ) -> PreparedTensors:
     """``normalise`` divides q, k and p by their norms; ``p_times_alpha`` takes the error at the decayed state."""
-    dtype, heads = compute_dtype(tensors), tensors.v.shape[-2]
+    dtype, heads = compute_dtype(tensors.q, tensors.k, tensors.v), tensors.v.shape[-2]
 
     def key(x: Tensor) -> Tensor:
         x = x.to(dtype)
@@ -110,16 +106,13 @@ def check_tensors(tensors: FirstOrderTensors, names: Mapping[str, str], optional
     """Types, shapes and devices. ``names`` are the caller's names of the tensors that the rule has."""
     for field, name in names.items():
         x = getattr(tensors, field)
-        if isinstance(x, Tensor):
-            if not x.is_floating_point():
-                raise ValueError(f"{name} must be a floating-point tensor, got {x.dtype}")
-        elif x is not None or field not in optional:
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x is not None or field not in optional:
+            check_floating(name, x)
     q, k, v = tensors.q, tensors.k, tensors.v
     before = ("B", "T") if rank == 4 else ("B",)
-    _check_shape(names["q"], q, (*before, "H", "K"))
-    _check_shape(names["k"], k, q.shape)
-    _check_shape(names["v"], v, (*q.shape[:-2], "HV", "V"))
+    check_shape(names["q"], q, (*before, "H", "K"))
+    check_shape(names["k"], k, q.shape)
+    check_shape(names["v"], v, (*q.shape[:-2], "HV", "V"))
     heads, value_heads, key_dim = q.shape[-2], v.shape[-2], q.shape[-1]
     if heads == 0 or value_heads == 0 or value_heads % heads:
         raise ValueError(f"{names['v']} must have a multiple of the {heads} heads of q and k, got {value_heads}")
@@ -132,7 +125,7 @@ def check_tensors(tensors: FirstOrderTensors, names: Mapping[str, str], optional
         if x.device != q.device:
             raise ValueError(f"{name} must be on the device of {names['q']}, {q.device}, got {x.device}")
         if field in ("p", "erase_key"):
-            _check_shape(name, x, (*q.shape[:-2], "H or HV", key_dim))
+            check_shape(name, x, (*q.shape[:-2], "H or HV", key_dim))
             if x.shape[-2] == 0 or value_heads % x.shape[-2]:
                 raise ValueError(f"{name} must have heads that divide the {value_heads} of v, got {x.shape[-2]}")
 
@@ -140,9 +133,9 @@ def check_tensors(tensors: FirstOrderTensors, names: Mapping[str, str], optional
 def check_gate_shapes(tensors: FirstOrderTensors, names: Mapping[str, str], vector: bool) -> None:
     per_head = tensors.v.shape[:-1]
     if tensors.log_alpha is not None:
-        _check_shape(names["log_alpha"], tensors.log_alpha, (*per_head, tensors.q.shape[-1]) if vector else per_head)
+        check_shape(names["log_alpha"], tensors.log_alpha, (*per_head, tensors.q.shape[-1]) if vector else per_head)
     if tensors.beta is not None:
-        _check_shape(names["beta"], tensors.beta, per_head)
+        check_shape(names["beta"], tensors.beta, per_head)
 
 
 def check_gate_values(tensors: FirstOrderTensors, names: Mapping[str, str]) -> None:
@@ -156,33 +149,21 @@ def check_gate_values(tensors: FirstOrderTensors, names: Mapping[str, str]) -> N
         raise ValueError(f"{names['beta']} must be finite, got NaN or inf")
 
 
-def check_initial_state(state: Tensor | None, shape: tuple[int, ...], q: Tensor) -> None:
-    """``shape``: [N, HV, K, V]."""
-    if state is None:
-        return
-    if not isinstance(state, Tensor) or not state.is_floating_point():
-        given = state.dtype if isinstance(state, Tensor) else type(state).__name__
-        raise ValueError(f"initial_state must be a floating-point tensor, got {given}")
-    _check_shape("initial_state", state, shape)
-    if state.device != q.device:
-        raise ValueError(f"initial_state must be on the device of q, {q.device}, got {state.device}")
-
-
 def check_step_state(state: Tensor, tensors: FirstOrderTensors, has_slots: bool) -> None:
     """A state ``[slots, HV, K, V]`` that can be updated in place; without slots, row b is slot b."""
     q, v = tensors.q, tensors.v
     if not isinstance(state, Tensor):
         raise ValueError(f"state must be a torch.Tensor, got {type(state).__name__}")
     rows = state.shape[:1] if has_slots else v.shape[:1]
-    check_decode_state("state", state, [*rows, v.shape[1], q.shape[2], v.shape[2]], compute_dtype(tensors), q)
+    dtype = compute_dtype(q, tensors.k, v)
+    check_decode_state("state", state, [*rows, v.shape[1], q.shape[2], v.shape[2]], dtype, q)
 
 
 def check_boundaries(cu_seqlens: Tensor | SequenceBoundaries | None, q: Tensor) -> SequenceBoundaries | None:
     if cu_seqlens is None:
         return None
-    if q.shape[0] != 1:
-        raise ValueError(f"cu_seqlens needs one packed row (B == 1), got q with B == {q.shape[0]}")
-    return SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1])
+    check_packed(cu_seqlens, q)
+    return SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1]).to(q.device)
 
 
 def check_chunk_size(chunk_size: int) -> None:
@@ -192,7 +173,7 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size must be a power of two, got {chunk_size!r}")
 
 
-def _check_shape(name: str, x: Tensor, expected: tuple[int | str, ...]) -> None:
+def check_shape(name: str, x: Tensor, expected: tuple[int | str, ...]) -> None:
     """``expected`` mixes sizes and, where any size will do, a letter that names it."""
     if x.dim() == len(expected) and all(isinstance(e, str) or e == n for e, n in zip(expected, x.shape)):
         return

@@ -12,21 +12,30 @@ from torch import Tensor
 
 from mdn.ops.backends import requested_backend, resolve
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.containment import contain_damage
 from mdn.ops.context_parallel import RangeOutput, TokenTensors, check_tokens, over_ranges, refuse_plan, requested_plan
 from mdn.ops.first_order import inputs
 from mdn.ops.first_order.chunk_scalar import chunk_scalar_decay, native_scalar_decay, native_step
 from mdn.ops.first_order.chunk_vector import chunk_vector_decay
-from mdn.ops.first_order.guards import Computed, contain_damage, refuse_transforms
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors, PreparedTensors
 from mdn.ops.first_order.native_vector import native_vector_decay, native_vector_step_
 from mdn.ops.first_order.reference import recurrent_form, step_
-from mdn.ops.momentum.interface import RuleOptions
+from mdn.ops.momentum.interface import RuleOptions, compute_dtype
 from mdn.ops.momentum.step import prepared_once
-from mdn.ops.shared_checks import check_scale, check_state_indices, without_autocast
+from mdn.ops.shared_checks import (
+    check_initial_state,
+    check_scale,
+    check_state_indices,
+    refuse_gradients,
+    refuse_transforms,
+    without_autocast,
+)
 
 if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan
 
+Computed = tuple[Tensor, ...]
+"""outputs [B, T, HV, V], or an empty tensor if they are not needed, and final states [N, HV, K, V]"""
 StepFunction = Callable[[FirstOrderTensors, Tensor, Tensor | None], Tensor]
 """of the tensors of one token, the state that changes in place, and the slots"""
 
@@ -43,10 +52,14 @@ class SharedArguments(NamedTuple):
     normalize: bool = False
     """linear attention only"""
     context_parallel: ContextParallelPlan | None = None
+    check_gates: bool = True
+    """False: the values of the gates are not looked at; ``chunk_*`` only"""
     outputs: bool = True
     """False: only the final state is needed, as inside context parallelism; o may be left out, as an empty tensor"""
 
 
+STEP_FIELDS = (*FirstOrderTensors._fields, "state")
+"""what a step is given, in the order in which it looks at them"""
 HINTS = ("cu_seqlens_cpu", "chunk_indices", "safe_gate", "disable_recompute")
 """arguments of FLA's functions that change how its kernels compute, not what"""
 REFUSED = {
@@ -94,7 +107,8 @@ class Rule:
         if plan is not None:
             return self._chunk_over_ranges(plan, tensors, shared, chunk_size, backend, hints)
         refuse_transforms(f"chunk_{self.name}", f"recurrent_{self.name}", (*tensors, shared.initial_state))
-        inputs.check_gate_values(tensors, self.arguments)
+        if shared.check_gates:
+            inputs.check_gate_values(tensors, self.arguments)
         chosen = self.backend_for(tensors, backend)
         if chosen == "fla":
             return self._call_fla(tensors, shared, hints)
@@ -172,6 +186,7 @@ class Rule:
             settings = (self.name, scale, normalise, requested_backend(backend))
             run = prepared_once(settings, tensors, (state, state_indices), prepare)
             refuse_transforms(f"{self.name}_step", f"recurrent_{self.name}", (*tensors, state))
+        refuse_gradients(f"{self.name}_step", self.name, (*tensors, state), STEP_FIELDS, self.arguments)
         slots = _slots(state_indices, state, tensors.v, read=check_gates)
         if check_gates:
             inputs.check_gate_values(tensors, self.arguments)
@@ -215,12 +230,15 @@ class Rule:
     def _states(self, count: int, tensors: FirstOrderTensors, shared: SharedArguments) -> Tensor:
         """The given initial states of ``count`` sequences, or zeros."""
         q, v, state = tensors.q, tensors.v, shared.initial_state
-        shape = (count, v.shape[2], q.shape[3], v.shape[3])
+        shape, dtype = (count, v.shape[2], q.shape[3], v.shape[3]), compute_dtype(q, tensors.k, v)
         if state is None:
-            return q.new_zeros(shape, dtype=inputs.compute_dtype(tensors))
-        inputs.check_initial_state(state, (*shape[:2], shape[3], shape[2]) if shared.state_v_first else shape, q)
-        state = state.transpose(-1, -2) if shared.state_v_first else state
-        given: Tensor = state.to(inputs.compute_dtype(tensors))
+            return q.new_zeros(shape, dtype=dtype)
+        if shared.state_v_first:
+            check_initial_state(state, "N, HV, V, K", (*shape[:2], shape[3], shape[2]), q)
+            state = state.transpose(-1, -2)
+        else:
+            check_initial_state(state, "N, HV, K, V", shape, q)
+        given: Tensor = state.to(dtype)
         return given
 
     def _prepared_step(
@@ -264,7 +282,7 @@ class Rule:
         if not self.fla_shares_keys:
             for field in ("q", "k"):
                 named[self.arguments[field]] = inputs.expand_heads(getattr(tensors, field), heads)
-        boundaries = shared.cu_seqlens
+        boundaries = None if shared.cu_seqlens is None else shared.cu_seqlens.to(tensors.q.device)
         compute = getattr(importlib.import_module(f"fla.ops.{self.name}"), f"chunk_{self.name}")
         o, final = compute(
             **named,

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.first_order import inputs
 from mdn.ops.first_order.gates import log_decay_from, writing_strength
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors, expand_heads
 from mdn.ops.first_order.rule import Rule, SharedArguments
+from mdn.ops.shared_checks import check_floating, refuse_gradients
 
 if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan
@@ -77,13 +79,20 @@ def chunk_linear_attn(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    check_gates: bool = True,
     context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> LinearAttentionOutput:
     """S_t = S_{t-1} + k_t v_t^T. With ``normalize``, o_t is divided by q_t . z_t with z_t = k_1 + ... + k_t, and the
     state is (S, z ``[N, 1, HV, K]``)."""
     shared = SharedArguments(
-        scale, initial_state, output_final_state, cu_seqlens, normalize=normalize, context_parallel=context_parallel
+        scale,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        normalize=normalize,
+        context_parallel=context_parallel,
+        check_gates=check_gates,
     )
     tensors = FirstOrderTensors(q, k, v)
 
@@ -132,9 +141,12 @@ def linear_attn_step(
     tensors, options = FirstOrderTensors(q, k, v), (scale, state_indices, backend, check_gates)
     if z_state is None:
         return LINEAR_ATTN.step(tensors, state, *options)
+    check_floating("v", v)
+    check_floating("state", state)
     if not isinstance(z_state, Tensor) or z_state.shape != state.shape[:3] or z_state.dtype != state.dtype:
         given = [z_state.dtype, list(z_state.shape)] if isinstance(z_state, Tensor) else type(z_state).__name__
         raise ValueError(f"z_state must be {state.dtype} {list(state.shape[:3])}, as the state without V, got {given}")
+    refuse_gradients("linear_attn_step", "linear_attn", (z_state,), ("z_state",))  # before the state changes
     wide = v.to(torch.promote_types(v.dtype, torch.float32))  # so that o is rounded once, after the division
     o = LINEAR_ATTN.step(tensors._replace(v=wide), state, *options)
     ones = z_state.new_ones(*v.shape[:2], 1)
@@ -166,12 +178,13 @@ def _linear_attention(
 def _with_normaliser(state: LinearState, heads: int) -> Tensor:
     """``[N, HV, K, V + 1]`` from S ``[N, HV, K, V]`` and z ``[N, 1, HV or H, K]``; S alone starts with z = 0."""
     S, z = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-    if not isinstance(S, Tensor) or S.dim() != 4:
+    if not isinstance(S, Tensor) or S.dim() != 4 or S.shape[1] != heads:
         given = list(S.shape) if isinstance(S, Tensor) else type(S).__name__
         raise ValueError(f"initial_state must be S [N, HV, K, V] or the pair (S, z [N, 1, HV, K]), got {given}")
     if z is None:
         z = S.new_zeros(S.shape[0], 1, *S.shape[1:3])
-    if not isinstance(z, Tensor) or z.dim() != 4 or (*z.shape[:2], z.shape[3]) != (S.shape[0], 1, S.shape[2]):
+    fits = isinstance(z, Tensor) and z.dim() == 4 and (*z.shape[:2], z.shape[3]) == (S.shape[0], 1, S.shape[2])
+    if not fits or z.shape[2] == 0 or heads % z.shape[2]:
         given = list(z.shape) if isinstance(z, Tensor) else type(z).__name__
         raise ValueError(f"initial_state must be a pair (S, z) with z {[S.shape[0], 1, *S.shape[1:3]]}, got z {given}")
     return torch.cat([S, expand_heads(z, heads)[:, 0].unsqueeze(-1).to(S.dtype)], -1)
@@ -194,6 +207,7 @@ def chunk_simple_gla(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    check_gates: bool = True,
     context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
@@ -209,8 +223,9 @@ def chunk_simple_gla(
         cu_seqlens,
         state_v_first=state_v_first,
         context_parallel=context_parallel,
+        check_gates=check_gates,
     )
-    tensors = FirstOrderTensors(q, k, v, log_alpha=_one_decay(g, g_gamma, v))
+    tensors = _with_decay(FirstOrderTensors(q, k, v, log_alpha=g), g_gamma)
     return SIMPLE_GLA.chunk(tensors, shared, chunk_size, backend, hints)
 
 
@@ -228,7 +243,7 @@ def recurrent_simple_gla(
 ) -> FirstOrderOutput:
     """The definition of ``chunk_simple_gla``, token by token."""
     shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, state_v_first=state_v_first)
-    return SIMPLE_GLA.recurrent(FirstOrderTensors(q, k, v, log_alpha=_one_decay(g, g_gamma, v)), shared)
+    return SIMPLE_GLA.recurrent(_with_decay(FirstOrderTensors(q, k, v, log_alpha=g), g_gamma), shared)
 
 
 def simple_gla_step(
@@ -248,14 +263,17 @@ def simple_gla_step(
     return SIMPLE_GLA.step(tensors, state, scale, state_indices, backend, check_gates)
 
 
-def _one_decay(g: Tensor | None, g_gamma: Tensor | None, v: Tensor) -> Tensor | None:
-    if g is not None and g_gamma is not None:
-        raise ValueError("g and g_gamma must not be given together: one decays by token, the other by a constant")
+def _with_decay(tensors: FirstOrderTensors, g_gamma: Tensor | None) -> FirstOrderTensors:
+    """The tensors as they are, or with the constant decay at every token."""
     if g_gamma is None:
-        return g
-    if g_gamma.shape != (v.shape[2],):
-        raise ValueError(f"g_gamma must have shape [{v.shape[2]}], got {list(g_gamma.shape)}")
-    return g_gamma.to(torch.promote_types(g_gamma.dtype, torch.float32)).expand(v.shape[:3])
+        return tensors
+    if tensors.log_alpha is not None:
+        raise ValueError("g and g_gamma must not be given together: one decays by token, the other by a constant")
+    SIMPLE_GLA.check(tensors, scale=None)
+    check_floating("g_gamma", g_gamma)
+    inputs.check_shape("g_gamma", g_gamma, tensors.v.shape[2:3])
+    decay = g_gamma.to(torch.promote_types(g_gamma.dtype, torch.float32)).expand(tensors.v.shape[:3])
+    return tensors._replace(log_alpha=decay)
 
 
 # ---------------------------------------------------------------------------------------------------------- delta rule
@@ -274,12 +292,19 @@ def chunk_delta_rule(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    check_gates: bool = True,
     context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
     """S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T."""
     shared = SharedArguments(
-        scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, context_parallel=context_parallel
+        scale,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        context_parallel=context_parallel,
+        check_gates=check_gates,
     )
     return DELTA_RULE.chunk(FirstOrderTensors(q, k, v, beta=beta), shared, chunk_size, backend, hints)
 
@@ -341,6 +366,7 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
+    check_gates: bool = True,
     context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
@@ -349,6 +375,8 @@ def chunk_gated_delta_rule(
     With ``use_gate_in_kernel`` g is raw and the decay -exp(A_log) softplus(g + dt_bias). With
     ``use_beta_sigmoid_in_kernel`` beta is raw and goes through a sigmoid, doubled by ``allow_neg_eigval``.
     """
+    if use_gate_in_kernel or use_beta_sigmoid_in_kernel:  # raw gates have the shapes of gates
+        GATED_DELTA_RULE.check(FirstOrderTensors(q, k, v, log_alpha=g, beta=beta), scale)
     if use_gate_in_kernel and g is not None:
         g = log_decay_from(g, A_log, dt_bias)
     beta = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -360,6 +388,7 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel,
         state_v_first,
         context_parallel=context_parallel,
+        check_gates=check_gates,
     )
     tensors = FirstOrderTensors(q, k, v, log_alpha=g, beta=beta)
     return GATED_DELTA_RULE.chunk(tensors, shared, chunk_size, backend, hints)
@@ -419,6 +448,7 @@ def chunk_comba(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    check_gates: bool = True,
     context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
@@ -428,7 +458,13 @@ def chunk_comba(
     it after the decay). The layer corrects the query, q - d k, before the rule.
     """
     shared = SharedArguments(
-        scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, context_parallel=context_parallel
+        scale,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        context_parallel=context_parallel,
+        check_gates=check_gates,
     )
     return COMBA.chunk(FirstOrderTensors(q, k, v, p, g, beta), shared, chunk_size, backend, hints)
 

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.first_order.inputs import FirstOrderOutput
+from mdn.ops.first_order.inputs import FirstOrderOutput, check_boundaries, check_shape
 from mdn.ops.first_order.scalar_rules import chunk_gated_delta_rule
+from mdn.ops.shared_checks import check_floating
 
 if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan
@@ -73,6 +74,10 @@ def delta_product(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> d
     (Gated) DeltaProduct (arXiv 2502.10297). Its transition is a product of n generalised Householder matrices; with
     beta up to 2 (arXiv 2411.12537) they have negative eigenvalues, and n of them can rotate and permute.
     """
+    axes = {"q": "B T H K", "k": "B T n H K", "v": "B T n HV V", "g": "B T HV", "beta": "B T n HV"}
+    for (name, letters), x in zip(axes.items(), (q, k, v, g, beta)):
+        check_floating(name, x)
+        check_shape(name, x, tuple(letters.split()))
     steps = k.shape[2]
     first_only = F.pad(g.unsqueeze(2), (0, 0, 0, steps - 1))  # g = 0: no decay before the other steps
     return {
@@ -106,10 +111,9 @@ def chunk_gated_delta_product(
     """
     if context_parallel is not None:
         raise ValueError("chunk_gated_delta_product cannot spread a sequence over ranks: give no context_parallel")
-    steps, boundaries = k.shape[2], None
-    if cu_seqlens is not None:
-        boundaries = SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1]).stretched(steps)
     inputs: dict[str, Any] = delta_product(q, k, v, g, beta)
+    steps, boundaries = k.shape[2], check_boundaries(cu_seqlens, q)
+    boundaries = None if boundaries is None else boundaries.stretched(steps)
     return last_of_product(chunk_gated_delta_rule(**inputs, cu_seqlens=boundaries, **options), steps)
 
 

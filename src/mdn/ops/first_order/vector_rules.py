@@ -58,6 +58,7 @@ def chunk_gla(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    check_gates: bool = True,
     context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
@@ -69,6 +70,7 @@ def chunk_gla(
         cu_seqlens,
         state_v_first=state_v_first,
         context_parallel=context_parallel,
+        check_gates=check_gates,
     )
     return GLA.chunk(FirstOrderTensors(q, k, v, log_alpha=g), shared, chunk_size, backend, hints)
 
@@ -129,6 +131,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
+    check_gates: bool = True,
     context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
@@ -138,6 +141,8 @@ def chunk_kda(
     lower_bound sigmoid(exp(A_log) (g + dt_bias)). With ``use_beta_sigmoid_in_kernel`` beta is raw and goes through a
     sigmoid, doubled by ``allow_neg_eigval``.
     """
+    if use_gate_in_kernel or use_beta_sigmoid_in_kernel:  # raw gates have the shapes of gates
+        KDA.check(FirstOrderTensors(q, k, v, log_alpha=g, beta=beta), scale)
     if use_gate_in_kernel:
         g = log_decay_from(g, A_log, dt_bias, lower_bound, vector=True)
     strength = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -149,6 +154,7 @@ def chunk_kda(
         use_qk_l2norm_in_kernel,
         state_v_first,
         context_parallel=context_parallel,
+        check_gates=check_gates,
     )
     return KDA.chunk(FirstOrderTensors(q, k, v, log_alpha=g, beta=strength), shared, chunk_size, backend, hints)
 
@@ -206,6 +212,7 @@ def chunk_rwkv7(
     *,
     chunk_size: int = 64,
     backend: str = "auto",
+    check_gates: bool = True,
     context_parallel: ContextParallelPlan | None = None,
     **hints: Any,
 ) -> FirstOrderOutput:
@@ -214,7 +221,9 @@ def chunk_rwkv7(
     r, k ``[B, T, H, K]``; a, b and w ``[B, T, HV, K]``. The layer passes a = -kappa and b = kappa * (in-context
     learning rate) with a unit kappa.
     """
-    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, context_parallel=context_parallel)
+    shared = SharedArguments(
+        scale, initial_state, output_final_state, cu_seqlens, context_parallel=context_parallel, check_gates=check_gates
+    )
     return RWKV7.chunk(FirstOrderTensors(r, k, v, a, w, erase_key=b), shared, chunk_size, backend, hints)
 
 

@@ -34,7 +34,7 @@ from mdn.ops.momentum import checks, custom_op
 from mdn.ops.momentum.interface import MomentumOutput, RuleOptions, RuleTensors, StepState, compute_dtype
 from mdn.ops.momentum.reference import reference_form
 from mdn.ops.momentum.step import StepSettings, features_of, step_function
-from mdn.ops.shared_checks import check_scale, without_autocast
+from mdn.ops.shared_checks import check_initial_state, check_scale, without_autocast
 
 if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan
@@ -186,12 +186,13 @@ def fused_recurrent_momentum_delta_rule(
     Arguments as in ``chunk_momentum_delta_rule``.
     """
     tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
+    checks.check_tensors(tensors, rank=4)
     plan = requested_plan(context_parallel, cu_seqlens)
-    short = plan is None and cu_seqlens is None and q.dim() == 4 and 0 < q.shape[1] <= LOOP_AT_MOST
+    short = plan is None and cu_seqlens is None and 0 < q.shape[1] <= LOOP_AT_MOST
     if not short or custom_op.wants_gradients(tensors) or custom_op.needs_dispatch(tensors):
         call = RuleCall(scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead)
         return chunk_form(tensors, call, backend=backend, check_gates=check_gates, context_parallel=plan)
-    _check(tensors, None)
+    _check_state(tensors, q.shape[0])
     if check_gates:
         checks.check_gate_values(tensors)
     state = tensors.state_to_update(boundaries=None)
@@ -323,8 +324,15 @@ def _check(
     """Everything but values; returns the boundaries."""
     checks.check_tensors(tensors, rank=4, vector=vector)
     boundaries = checks.check_boundaries(cu_seqlens, tensors.q)
-    checks.check_initial_state(tensors, tensors.q.shape[0] if boundaries is None else num_sequences(boundaries))
+    _check_state(tensors, tensors.q.shape[0] if boundaries is None else num_sequences(boundaries))
     return boundaries
+
+
+def _check_state(tensors: RuleTensors, sequences: int) -> None:
+    q, v, state = tensors.q, tensors.v, tensors.initial_state
+    if state is not None:
+        expected = (2, sequences, v.shape[2], q.shape[3], v.shape[3])
+        check_initial_state(state, "2, N, HV, K, V", expected, q)
 
 
 def _over_ranges(
@@ -336,7 +344,7 @@ def _over_ranges(
     """For this rank's tokens of a plan; S above M is one state of 2K rows."""
     checks.check_tensors(tensors, rank=4, vector=call.vector)
     check_tokens("q", tensors.q, plan)
-    checks.check_initial_state(tensors, plan.documents.num_sequences)
+    _check_state(tensors, plan.documents.num_sequences)
 
     def on_rows(part: TokenTensors, X: Tensor | None, boundaries: SequenceBoundaries, outputs: bool) -> RangeOutput:
         state = None if X is None else X.unflatten(2, (2, -1)).movedim(2, 0)

@@ -7,16 +7,9 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.interface import RuleTensors, StepState, compute_dtype
-from mdn.ops.shared_checks import check_decode_state, check_log_decay, check_weight
+from mdn.ops.shared_checks import check_decode_state, check_log_decay, check_packed, check_weight
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def ones_if_none(gate: Tensor | None, v: Tensor) -> Tensor:
-    """beta or eta; anything that is not a tensor is left for ``check_tensors`` to refuse."""
-    if gate is not None or not isinstance(v, Tensor):
-        return gate
-    return torch.ones(v.shape[:-1], dtype=compute_dtype(v), device=v.device)
 
 
 def bundle(
@@ -32,8 +25,9 @@ def bundle(
     initial_state: Tensor | tuple[Tensor, Tensor | None] | None = None,
 ) -> RuleTensors:
     """The tensors of a call as given, with ones where beta or eta is None."""
-    beta = ones_if_none(beta, v) if beta is None else beta
-    eta = ones_if_none(eta, v) if eta is None else eta
+    if (beta is None or eta is None) and isinstance(v, Tensor):  # any other v is refused by ``check_tensors``
+        ones = torch.ones(v.shape[:-1], dtype=compute_dtype(v), device=v.device)
+        beta, eta = ones if beta is None else beta, ones if eta is None else eta
     stacked = None if initial_state is None else stacked_state(initial_state)
     return RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct, stacked)
 
@@ -83,7 +77,11 @@ def _check_dtypes_and_devices(tensors: RuleTensors) -> None:
 
 def state_pair(name: str, state: Tensor | tuple[Tensor, Tensor | None] | None) -> tuple[Tensor, Tensor | None]:
     """S and M of a stacked state or of the pair itself, whose M may be None."""
-    if not isinstance(state, (tuple, list, Tensor)) or len(state) != 2:
+    if (
+        not isinstance(state, (tuple, list, Tensor))
+        or (isinstance(state, Tensor) and state.dim() == 0)
+        or len(state) != 2
+    ):
         given = f"shape {list(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
         raise ValueError(f"{name} must be a tensor [2, slots, HV, K, V] or the pair (S, M), got {given}")
     S, M = state[0], state[1]
@@ -115,31 +113,15 @@ def stacked_state(initial_state: Tensor | tuple[Tensor, Tensor | None]) -> Tenso
     return torch.stack([S, M])
 
 
-def check_initial_state(tensors: RuleTensors, sequences: int) -> None:
-    q, v, state = tensors.q, tensors.v, tensors.initial_state
-    if state is None:
-        return
-    if not isinstance(state, Tensor):
-        raise ValueError(f"initial_state must be a torch.Tensor or the pair (S, M), got {type(state).__name__}")
-    expected = [2, sequences, v.shape[2], q.shape[3], v.shape[3]]
-    if list(state.shape) != expected:
-        raise ValueError(f"initial_state must have shape [2, N, HV, K, V] = {expected}, got {list(state.shape)}")
-    if state.device != q.device:
-        raise ValueError(f"initial_state must be on the device of q, {q.device}, got {state.device}")
-    if state.dtype not in FLOATS:
-        raise ValueError(f"initial_state must be float32 (float64 for float64 inputs), got {state.dtype}")
-
-
 def check_boundaries(cu_seqlens: Tensor | SequenceBoundaries | None, q: Tensor) -> SequenceBoundaries | Tensor | None:
     """The boundaries as the one object that every backend gets; a tensor only where its values cannot be read now."""
     if cu_seqlens is None:
         return None
-    if q.shape[0] != 1:
-        raise ValueError(f"cu_seqlens needs a packed row, B == 1, got B = {q.shape[0]}")
-    if not isinstance(cu_seqlens, Tensor | SequenceBoundaries):
-        raise ValueError(f"cu_seqlens must be a tensor or SequenceBoundaries, got {type(cu_seqlens).__name__}")
-    unreadable = torch.compiler.is_compiling() or (isinstance(cu_seqlens, Tensor) and cu_seqlens.device.type == "meta")
-    return cu_seqlens if unreadable else SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1])
+    check_packed(cu_seqlens, q)
+    only_shapes = q.is_meta and isinstance(cu_seqlens, Tensor) and cu_seqlens.is_meta
+    if torch.compiler.is_compiling() or only_shapes:
+        return cu_seqlens
+    return SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1]).to(q.device)
 
 
 def check_chunk_size(chunk_size: int) -> None:

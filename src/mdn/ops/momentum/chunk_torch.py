@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.chunking import ChunkGroup, Sequences, Slab, plan_slabs
+from mdn.ops.containment import contain_damage
 from mdn.ops.momentum.chunk_math import (
     ChunkGradients,
     GateRows,
@@ -27,7 +28,7 @@ from mdn.ops.momentum.chunk_math import (
 from mdn.ops.momentum.interface import ACCURATE_CHUNK, ForwardResult, RuleOptions, RuleTensors, compute_dtype
 from mdn.ops.momentum.passes import ChunkInputs, InverseNorms, backward_pass, forward_pass
 from mdn.ops.momentum.reference import step_
-from mdn.ops.momentum.rounds import contain_damage, members_of, stacked
+from mdn.ops.momentum.rounds import members_of, stacked
 from mdn.ops.momentum.scratch import BackwardScratch, ChunkScratch, ForwardScratch
 
 __all__ = ["backward", "forward", "step_"]
@@ -55,7 +56,7 @@ def forward(
         slabs = plan(given, boundaries, options.chunk_size)
         return forward_pass(ScalarInputs(given, options), slabs, boundaries, save_residual)
 
-    return contain_damage(compute, tensors, boundaries)
+    return ForwardResult(*contain_damage(compute, tensors, boundaries))
 
 
 def backward(
@@ -125,7 +126,7 @@ def _state_after_group(chunks: ScalarInputs, group: ChunkGroup, X: Tensor, resid
 
 
 def _write_factors(gates: GateRows, scratch: ChunkScratch) -> tuple[Tensor, Tensor]:
-    """(8): what a write is worth in S and in M at the chunk's end [Z, C, 2], and D [Z, 2, 2]."""
+    """(8): the weight of a write in S and in M at the chunk's end [Z, C, 2], and D [Z, 2, 2]."""
     decay_mu = segment_decay(gates.log_mu, out=scratch.decays[0])  # (3)
     from_here = gates.log_alpha.flip(-1).cumsum(-1).flip(-1)  # sum over l >= j
     after = torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], dim=1).exp()  # prod_{l > j} alpha_l

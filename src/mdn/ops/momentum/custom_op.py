@@ -17,7 +17,7 @@ from mdn.ops.backends import backend_module
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.checks import check_gate_values
 from mdn.ops.momentum.interface import ForwardResult, RuleOptions, RuleTensors, StepState, compute_dtype
-from mdn.ops.shared_checks import has_tangents, refuse_func_derivatives, without_autocast
+from mdn.ops.shared_checks import has_tangents, refuse_transforms, without_autocast
 
 
 def forward(
@@ -37,7 +37,8 @@ def forward(
                 tensors, boundaries, options, save_residual
             )
             return result
-    refuse_func_derivatives(tensors, "momentum delta rule", "recurrent_momentum_delta_rule")
+    name = "momentum_delta_rule" if tensors.family == "momentum" else "vector_momentum_delta_rule"
+    refuse_transforms(f"chunk_{name}", f"recurrent_{name}", tensors, derivatives_only=True)
     outputs = momentum_delta_rule(
         *tensors,
         boundaries.cu_seqlens if isinstance(boundaries, SequenceBoundaries) else boundaries,
@@ -74,8 +75,8 @@ def needs_dispatch(tensors: RuleTensors) -> bool:
     )
 
 
-def _boundaries(cu_seqlens: Tensor | None, total: int) -> SequenceBoundaries | None:
-    return None if cu_seqlens is None else SequenceBoundaries.from_cu_seqlens(cu_seqlens, total)
+def _boundaries(cu_seqlens: Tensor | None, q: Tensor) -> SequenceBoundaries | None:
+    return None if cu_seqlens is None else SequenceBoundaries.from_cu_seqlens(cu_seqlens, q.shape[1]).to(q.device)
 
 
 # ------------------------------------------------------------------------------------------------------------- forward
@@ -136,7 +137,7 @@ def momentum_delta_rule(
         check_gate_values(tensors)
     options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha, lookahead)
     with without_autocast(q):
-        module, boundaries = backend_module(backend, tensors.family), _boundaries(cu_seqlens, q.shape[1])
+        module, boundaries = backend_module(backend, tensors.family), _boundaries(cu_seqlens, q)
         result = module.forward(tensors, boundaries, options, save_residual)
     return tuple(result)
 
@@ -184,7 +185,7 @@ def momentum_delta_rule_backward(
     """Gradients in the order of ``RuleTensors``; an op cannot return None in a list, so it is an empty tensor."""
     tensors = RuleTensors(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
     options = RuleOptions(scale, chunk_size, l2norm, p_times_alpha, lookahead)
-    boundaries = _boundaries(cu_seqlens, q.shape[1])
+    boundaries = _boundaries(cu_seqlens, q)
     with without_autocast(q):
         module = backend_module(backend, tensors.family)
         grads = module.backward(grad_o, grad_final_state, tensors, residual, boundaries, options)

@@ -138,6 +138,6 @@ class RuleOptions:
     """False: only the final state is needed (calls without gradients); o may be left out, as an empty tensor"""
 
 
-def compute_dtype(q: Tensor) -> torch.dtype:
-    """Coefficients, decays, solves and states: float64 for float64 inputs, float32 for everything else."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def compute_dtype(*vectors: Tensor) -> torch.dtype:
+    """Coefficients, decays, solves and states: float64 if one of the vectors is, float32 for everything else."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in vectors) else torch.float32

@@ -13,17 +13,13 @@ States are [2, N, HV, K, V] outside and X = [S; M], [sequences x HV, 2K, V], in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.chunking import ChunkGroup, Slab
-from mdn.ops.containment import at_the_end, damage_of, looks_damaged, repaired
-from mdn.ops.momentum.interface import ForwardResult, RuleTensors
 from mdn.ops.momentum.scratch import BackwardRows, ForwardRows
 
 # ------------------------------------------------------------------------------------------------------------- chunks
@@ -179,21 +175,3 @@ def put_members(group: ChunkGroup, X: Tensor, X_slab: Tensor, heads: int) -> Non
     """Write what ``members_of`` gave, and the group has changed, back into the slab's."""
     if group.members is not None:
         X_slab.unflatten(0, (-1, heads))[group.members] = X.unflatten(0, (-1, heads))
-
-
-def contain_damage(
-    compute: Callable[[RuleTensors], ForwardResult], tensors: RuleTensors, boundaries: SequenceBoundaries | None
-) -> ForwardResult:
-    """``compute`` once, or once more without damaged numbers: a token that is not finite damages itself and later ones,
-    no earlier ones (mdn.ops.containment)."""
-    result = compute(tensors)
-    if not looks_damaged(result.final_state):
-        return result
-    damage = damage_of(tensors.v, (tensors.k, tensors.p), boundaries)
-    if not bool(damage.isnan().any()):
-        return result  # the rule itself has diverged, or q was damaged, which concerns its own token only
-    p = None if tensors.p is None else repaired(tensors.p)
-    o, final_state, residual = compute(tensors._replace(k=repaired(tensors.k), v=repaired(tensors.v), p=p))
-    final_state = final_state + at_the_end(damage, boundaries).unsqueeze(-2)
-    o, residual = (x + damage if x.numel() else x for x in (o, residual))
-    return ForwardResult(o, final_state, residual)

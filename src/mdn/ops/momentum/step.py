@@ -7,14 +7,24 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mdn.ops import backends
 from mdn.ops.momentum import checks, custom_op
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
-from mdn.ops.shared_checks import check_scale, check_state_indices, without_autocast
+from mdn.ops.shared_checks import (
+    check_scale,
+    check_state_indices,
+    refuse_gradients,
+    refuse_transforms,
+    without_autocast,
+)
 
 StepFunction = Callable[[RuleTensors, StepState], Tensor]
 Step = TypeVar("Step")
+STEP_FIELDS = (*RuleTensors._fields, *StepState._fields)
+NAMES = ("momentum_delta_step", "momentum_delta_rule")
+VECTOR_NAMES = ("vector_momentum_delta_step", "vector_momentum_delta_rule")
 
 
 class StepSettings(NamedTuple):
@@ -112,6 +122,10 @@ def run_step(
         state_indices = check_state_indices(state_indices, S, len(tensors.v), read=check_gates)
     slots = StepState(S, M, state_indices)
     run = step_function(tensors, slots, settings)
+    step, rule = VECTOR_NAMES if settings.vector else NAMES
+    if forward_ad._current_level >= 0:  # torch.func.jvp sets it too; looking at the level first is cheaper
+        refuse_transforms(step, f"recurrent_{rule}", tensors + slots, derivatives_only=True)
+    refuse_gradients(step, rule, tensors + slots, STEP_FIELDS)
     if check_gates:
         checks.check_gate_values(tensors)
     return run(tensors, slots)
@@ -123,10 +137,6 @@ def features_of(tensors: RuleTensors, lookahead: bool) -> tuple[str, ...]:
     return (*direct, "lookahead") if lookahead else direct
 
 
-_PREPARED: dict[Any, Any] = {}
-"""the steps of all rules that were checked before, by signature; emptied when it grows too long"""
-
-
 def prepared_once(
     settings: Hashable,
     tokens: Iterable[Tensor | None],
@@ -135,7 +145,7 @@ def prepared_once(
     *arguments: Any,
 ) -> Step:
     """``prepare(*arguments)``: the step for tensors like these. Decoding repeats the same shapes; looking them up takes
-    a fraction of the time of checking them."""
+    a fraction of the time of checking them. The table is emptied when it grows too long."""
     try:  # everything about a tensor that the checks and the preparation look at
         signature = (
             settings,
@@ -144,12 +154,12 @@ def prepared_once(
         )
     except AttributeError:  # not a tensor: the checks name the argument
         return prepare(*arguments)
-    run: Step | None = _PREPARED.get(signature)
+    run: Step | None = backends.prepared_steps.get(signature)
     if run is None:
         run = prepare(*arguments)
-        if len(_PREPARED) >= 256:
-            _PREPARED.clear()
-        _PREPARED[signature] = run
+        if len(backends.prepared_steps) >= 256:
+            backends.prepared_steps.clear()
+        backends.prepared_steps[signature] = run
     return run
 
 

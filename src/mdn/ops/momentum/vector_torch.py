@@ -10,11 +10,11 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.chunking import ChunkGroup, Sequences, Slab, plan_slabs
+from mdn.ops.containment import contain_damage
 from mdn.ops.momentum.chunk_math import ChunkGradients, GateRows
 from mdn.ops.momentum.interface import ACCURATE_CHUNK, ForwardResult, RuleOptions, RuleTensors
 from mdn.ops.momentum.passes import ChunkInputs, InverseNorms, backward_pass, forward_pass
 from mdn.ops.momentum.reference import step_
-from mdn.ops.momentum.rounds import contain_damage
 from mdn.ops.momentum.scratch import VectorBackwardScratch, VectorForwardScratch, VectorScratch
 from mdn.ops.momentum.vector_math import VectorChunks, prepare_vector, vector_gradients
 
@@ -34,7 +34,7 @@ def forward(
     def compute(given: RuleTensors) -> ForwardResult:
         return forward_pass(VectorInputs(given, options), plan(given, boundaries, options), boundaries, False)
 
-    return contain_damage(compute, tensors, boundaries)
+    return ForwardResult(*contain_damage(compute, tensors, boundaries))
 
 
 def backward(
