@@ -1,19 +1,17 @@
 """The first-order rules of the paper's Table 1: ``chunk_*``, the definitions ``recurrent_*``, one token ``*_step``."""
 
+from mdn.ops.first_order.linear_attention import chunk_linear_attn, linear_attn_step, recurrent_linear_attn
 from mdn.ops.first_order.scalar_rules import (
     chunk_comba,
     chunk_delta_rule,
     chunk_gated_delta_rule,
-    chunk_linear_attn,
     chunk_simple_gla,
     comba_step,
     delta_rule_step,
     gated_delta_rule_step,
-    linear_attn_step,
     recurrent_comba,
     recurrent_delta_rule,
     recurrent_gated_delta_rule,
-    recurrent_linear_attn,
     recurrent_simple_gla,
     simple_gla_step,
 )
