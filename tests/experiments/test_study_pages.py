@@ -125,6 +125,8 @@ def test_further_points_leave_out_what_the_answer_spells_out():
         ((0.2, 0.1, -0.05), 0.001, "so that it changes its sign"),
         ((0.2, 0.1, 0.0), 0.001, "so that it can no longer be told from zero"),
         ((0.2, 0.1, 0.0), 0.1, "so that it cannot be told from zero"),
+        ((0.05, -0.1, -0.2), 0.1, "so that MDN is ahead in the end"),
+        ((0.05, 0.1, 0.2), 0.1, "so that mu = 0 is ahead in the end"),
     ],
 )
 def test_the_language_answer_says_whether_the_gap_to_mu_0_lasts(gaps, spread, verdict):

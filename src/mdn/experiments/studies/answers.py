@@ -242,6 +242,8 @@ def lasting_gap(content: dict[str, Any]) -> str:
     begin, end = gaps[1].mean, gaps[12].mean
     if not apart[12]:
         verdict = f"so that it can{' no longer' if apart[1] else 'not'} be told from zero"
+    elif not apart[1]:
+        verdict = f"so that {'MDN' if metric.better(end, 0.0) else 'mu = 0'} is ahead in the end"
     elif begin * end < 0:
         verdict = "so that it changes its sign"
     elif abs(end) < abs(begin) / 2:

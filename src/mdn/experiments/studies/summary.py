@@ -203,5 +203,5 @@ def _draw_curves(axis: Any, task: dict[str, Any]) -> None:
     axis.set_yticks([tick for tick in ticks if low <= tick <= high], minor=False)
     axis.yaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
-    title = f"{task['name']}: difference from {label(task['rows'][0])}"
+    title = f"{task['name']}: minus {label(task['rows'][0])}"
     axis.set(title=title, xlabel="million tokens", ylabel=metric_of(task).name)
