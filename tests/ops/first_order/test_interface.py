@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from first_order_cases import RULES, arguments, chunk, random_state
+from first_order_cases import RULES, arguments, chunk, random_state, recurrent
 from mdn.ops import SequenceBoundaries, first_order
 from mdn.ops.first_order.rule import REFUSED
 from mdn.ops.l2norm import l2norm
@@ -37,6 +37,15 @@ def test_arguments_have_the_names_order_and_defaults_of_fla(rule):
     with pytest.raises(ValueError, match="unknown argument 'head_first'"):
         chunk(rule)(**tensors, head_first=True)
     assert {"scale", "initial_state", "output_final_state", "cu_seqlens"} <= set(shared)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_definition_takes_the_arguments_of_the_chunk_form_in_their_order(rule):
+    how = {"chunk_size", "backend", "check_gates", "context_parallel", "hints"}
+    chunkwise = inspect.signature(chunk(rule)).parameters
+    loop = inspect.signature(recurrent(rule)).parameters
+    assert list(loop) == [name for name in chunkwise if name not in how]
+    assert all(loop[name].default == chunkwise[name].default for name in loop)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -100,10 +109,11 @@ def test_the_norm_inside_equals_the_norm_outside():
     torch.testing.assert_close(inside, outside)
 
 
-def test_raw_gates_become_decays_and_strengths():
+@pytest.mark.parametrize("form", [chunk, recurrent])
+def test_raw_gates_become_decays_and_strengths(form):
     tensors = arguments("gated_delta_rule", gates="mild")
     raw, A_log, dt_bias = torch.randn(2, 70, 2).double(), torch.randn(2).double(), torch.randn(2).double()
-    found, _ = chunk("gated_delta_rule")(
+    found, _ = form("gated_delta_rule")(
         **tensors | {"g": raw},
         use_gate_in_kernel=True,
         A_log=A_log,
@@ -116,14 +126,26 @@ def test_raw_gates_become_decays_and_strengths():
     torch.testing.assert_close(found, expected)
 
 
-def test_raw_vector_gates_may_be_bounded_from_below():
+@pytest.mark.parametrize("form", [chunk, recurrent])
+def test_raw_vector_gates_may_be_bounded_from_below(form):
     tensors = arguments("kda", gates="mild")
     raw, A_log, dt_bias = torch.randn(2, 70, 2, 8).double(), torch.randn(2).double(), torch.randn(16).double()
     options = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": -5.0}
-    found, _ = chunk("kda")(**tensors | {"g": raw}, **options)
+    found, _ = form("kda")(**tensors | {"g": raw}, **options)
     g = -5.0 * torch.sigmoid(A_log.exp()[:, None] * (raw + dt_bias.view(2, 8)))
     expected, _ = chunk("kda")(**tensors | {"g": g})
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("form", [chunk, recurrent])
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
+def test_states_may_have_their_value_columns_first(form, rule):
+    tensors, state = arguments(rule), random_state(rule, 2)
+    options = {"output_final_state": True}
+    o, final = form(rule)(**tensors, initial_state=state.mT, state_v_first=True, **options)
+    expected, expected_final = form(rule)(**tensors, initial_state=state, **options)
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(final.mT, expected_final)
 
 
 def test_a_constant_decay_equals_the_same_decay_given_by_token():

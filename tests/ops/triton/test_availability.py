@@ -232,6 +232,14 @@ def test_every_kernel_compiles_for_ampere_as_launched_and_hardly_spills():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("key_dim", [128, 256])
+def test_no_kernel_spills_on_cdna3(key_dim):
+    rows = compiled("gfx942", key_dim)
+    assert len(rows) == 3 + 6 + 1
+    assert [row["name"] for row in rows if row["spill_bytes"]] == []
+
+
+@pytest.mark.slow
 def test_every_kernel_fits_a_hopper_block_at_the_largest_key_width():
     assert_rows_are_sound(compiled("sm_90", 256))
 

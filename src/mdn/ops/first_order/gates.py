@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mdn.ops.shared_checks import check_floating
+
+
+class RawGates(NamedTuple):
+    """Which gates a function of FLA is given raw, and what makes gates of them; its arguments, under FLA's names."""
+
+    use_gate_in_kernel: bool
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    lower_bound: float | None = None
 
 
 def log_decay_from(

@@ -17,6 +17,7 @@ from mdn.ops.context_parallel import RangeOutput, TokenTensors, check_tokens, ov
 from mdn.ops.first_order import inputs
 from mdn.ops.first_order.chunk_scalar import chunk_scalar_decay, native_scalar_decay, native_step
 from mdn.ops.first_order.chunk_vector import chunk_vector_decay
+from mdn.ops.first_order.gates import RawGates, log_decay_from, writing_strength
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors, PreparedTensors
 from mdn.ops.first_order.native_vector import native_vector_decay, native_vector_step_
 from mdn.ops.first_order.reference import recurrent_form, step_
@@ -206,6 +207,16 @@ class Rule:
         inputs.check_tensors(tensors, self.arguments, self.optional, rank)
         inputs.check_gate_shapes(tensors, self.arguments, self.vector)
         return check_scale(scale, tensors.q)
+
+    def with_gates(self, tensors: FirstOrderTensors, raw: RawGates) -> FirstOrderTensors:
+        """The tensors with a decay and a writing strength made from raw ones, where those were given."""
+        if raw.use_gate_in_kernel or raw.use_beta_sigmoid_in_kernel:  # raw gates have the shapes of gates
+            self.check(tensors, scale=None)
+        log_alpha = tensors.log_alpha
+        if raw.use_gate_in_kernel and log_alpha is not None:
+            log_alpha = log_decay_from(log_alpha, raw.A_log, raw.dt_bias, raw.lower_bound, self.vector)
+        beta = writing_strength(tensors.beta, raw.use_beta_sigmoid_in_kernel, raw.allow_neg_eigval)
+        return tensors._replace(log_alpha=log_alpha, beta=beta)
 
     def check_hints(self, hints: Mapping[str, Any]) -> None:
         """Further arguments of FLA's function: hints go to its kernels, and mean nothing elsewhere; others raise."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order import inputs
-from mdn.ops.first_order.gates import log_decay_from, writing_strength
+from mdn.ops.first_order.gates import RawGates
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors
 from mdn.ops.first_order.rule import Rule, SharedArguments
 from mdn.ops.shared_checks import check_floating
@@ -238,11 +238,8 @@ def chunk_gated_delta_rule(
     With ``use_gate_in_kernel`` g is raw and the decay -exp(A_log) softplus(g + dt_bias). With
     ``use_beta_sigmoid_in_kernel`` beta is raw and goes through a sigmoid, doubled by ``allow_neg_eigval``.
     """
-    if use_gate_in_kernel or use_beta_sigmoid_in_kernel:  # raw gates have the shapes of gates
-        GATED_DELTA_RULE.check(FirstOrderTensors(q, k, v, log_alpha=g, beta=beta), scale)
-    if use_gate_in_kernel and g is not None:
-        g = log_decay_from(g, A_log, dt_bias)
-    beta = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    raw = RawGates(use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    tensors = GATED_DELTA_RULE.with_gates(FirstOrderTensors(q, k, v, log_alpha=g, beta=beta), raw)
     shared = SharedArguments(
         scale,
         initial_state,
@@ -253,7 +250,6 @@ def chunk_gated_delta_rule(
         context_parallel=context_parallel,
         check_gates=check_gates,
     )
-    tensors = FirstOrderTensors(q, k, v, log_alpha=g, beta=beta)
     return GATED_DELTA_RULE.chunk(tensors, shared, chunk_size, backend, hints)
 
 
@@ -267,11 +263,22 @@ def recurrent_gated_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
     cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
 ) -> FirstOrderOutput:
     """The definition of ``chunk_gated_delta_rule``, token by token."""
-    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel)
-    return GATED_DELTA_RULE.recurrent(FirstOrderTensors(q, k, v, log_alpha=g, beta=beta), shared)
+    raw = RawGates(use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    tensors = GATED_DELTA_RULE.with_gates(FirstOrderTensors(q, k, v, log_alpha=g, beta=beta), raw)
+    shared = SharedArguments(
+        scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first
+    )
+    return GATED_DELTA_RULE.recurrent(tensors, shared)
 
 
 def gated_delta_rule_step(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.first_order.gates import log_decay_from, writing_strength
+from mdn.ops.first_order.gates import RawGates
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors
 from mdn.ops.first_order.rule import HINTS, Rule, SharedArguments
 
@@ -141,11 +141,8 @@ def chunk_kda(
     lower_bound sigmoid(exp(A_log) (g + dt_bias)). With ``use_beta_sigmoid_in_kernel`` beta is raw and goes through a
     sigmoid, doubled by ``allow_neg_eigval``.
     """
-    if use_gate_in_kernel or use_beta_sigmoid_in_kernel:  # raw gates have the shapes of gates
-        KDA.check(FirstOrderTensors(q, k, v, log_alpha=g, beta=beta), scale)
-    if use_gate_in_kernel:
-        g = log_decay_from(g, A_log, dt_bias, lower_bound, vector=True)
-    strength = writing_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    raw = RawGates(use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound)
+    tensors = KDA.with_gates(FirstOrderTensors(q, k, v, log_alpha=g, beta=beta), raw)
     shared = SharedArguments(
         scale,
         initial_state,
@@ -156,7 +153,7 @@ def chunk_kda(
         context_parallel=context_parallel,
         check_gates=check_gates,
     )
-    return KDA.chunk(FirstOrderTensors(q, k, v, log_alpha=g, beta=strength), shared, chunk_size, backend, hints)
+    return KDA.chunk(tensors, shared, chunk_size, backend, hints)
 
 
 def recurrent_kda(
@@ -169,11 +166,23 @@ def recurrent_kda(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
     cu_seqlens: Tensor | SequenceBoundaries | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
 ) -> FirstOrderOutput:
     """The definition of ``chunk_kda``, token by token."""
-    shared = SharedArguments(scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel)
-    return KDA.recurrent(FirstOrderTensors(q, k, v, log_alpha=g, beta=beta), shared)
+    raw = RawGates(use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound)
+    tensors = KDA.with_gates(FirstOrderTensors(q, k, v, log_alpha=g, beta=beta), raw)
+    shared = SharedArguments(
+        scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first
+    )
+    return KDA.recurrent(tensors, shared)
 
 
 def kda_step(

@@ -141,6 +141,12 @@ _FAMILIES: dict[str, dict[str, tuple[Tile, Tile]]] = {
         "backward_scores": (Tile(64, 4, 3), Tile(64, 4, 3)),
         "backward_inputs": (Tile(64, 8, 3), Tile(32, 8, 2)),
     },
+    # AMD's wavefronts have 64 lanes: four of them are as many threads as eight warps, and may use twice the registers.
+    "gfx9": {
+        "forward_states": (Tile(16, 4, 1), Tile(16, 4, 1)),
+        "contain": (Tile(16, 4, 1), Tile(16, 4, 1)),
+        "backward_states": (Tile(16, 4, 1), Tile(16, 4, 1)),
+    },
 }
 # float32 operands: twice the bytes and, in tf32x3, three times the products. Smaller tiles, no second pipeline stage;
 # they spill all the same. Train with bfloat16 inputs; float32 and float16 are for checks.
