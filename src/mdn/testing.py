@@ -1,4 +1,4 @@
-"""Checks that any token mixer, yours included, keeps its promises to the backbone.
+"""Checks that any token mixer, yours included, meets the contract with the backbone.
 
     from mdn.testing import check_mixer
 

@@ -2,7 +2,7 @@
 
 Every step may keep its eigenvalues in the unit disc and a product of steps still grow. Shapes: gates ``[T, H]``, keys
 ``[T, H, K]``; the norm is the spectral norm of the 2K x 2K product, S and M in the units of the recurrence. Norms are
-log10, and products are rescaled on the way: a float64 ends at 1e308, growth does not.
+log10, and products are rescaled on the way: a float64 overflows beyond 1e308, where growth need not end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mdn.analysis.eigenvalues import GateSample
 RESCALE_EVERY = 16
 SMALLEST = 1e-290
 MOST_PRODUCTS = 1024
-"""per window length: short windows are many, and a spread-out sample of them tells the same"""
+"""per window length: there are many short windows, and a spread-out sample of them shows the same"""
 
 
 class _Product:

@@ -1,4 +1,4 @@
-"""What a model's MDN layers did with a text: gates and keys of every token and head.
+"""What a model's MDN layers computed on a text: gates and keys of every token and head.
 
     recorded = record_model(model, input_ids)      # one LayerRecord per MDN layer
     recorded = record_layer(layer, hidden_states)  # one layer on its own

@@ -112,7 +112,7 @@ def tables(content: dict[str, Any]) -> list[Table]:
 
 
 SMALLEST_SHOWN = -12
-"""power of ten: what shrinks further is gone, and would compress the rest of the figure"""
+"""power of ten: products that shrink further are not drawn, as they would compress the rest of the figure"""
 
 
 def draw(content: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The report of `mdn bench kernels`: what the Triton kernels need on GPUs that are not here, ours and FLA's.
+"""The report of `mdn bench kernels`: what the Triton kernels, ours and FLA's, need on absent GPUs.
 
 Its rows: ``kernels`` and ``variants`` (a compiled launch each), ``estimates`` (a launch of forward + backward, with its
 estimated time), ``executed`` (a pass and kernel, counted by the emulator), ``calibration`` (published times beside

@@ -120,7 +120,7 @@ def training_step(form: Form, shape: RuleShape) -> Callable[[], tuple[Tensor, ..
 
 
 def check_correct(form: Form) -> float:
-    """The relative error of the form in float32; RuntimeError if it computes something else than its recurrence."""
+    """The relative error of the form in float32; RuntimeError if it does not compute its recurrence."""
     shape = RuleShape(1, 100, 2, 16, 16)
     expected = form.recurrence(**make_inputs(form, shape, torch.float64), **form.options)[0]
     single = {name: x.detach().float() for name, x in make_inputs(form, shape, torch.float64).items()}

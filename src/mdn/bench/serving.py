@@ -1,8 +1,8 @@
 """Serving in vLLM: tokens per second and latencies against the batch size, and memory per sequence against its length.
 
 Models have the same depth, hidden size and number of parameters. All engines live in this process and take turns, so
-that a slow phase of the machine hits every model. A round sends a batch of prompts at once and steps the engine until
-all are answered. Latencies are those of the engine, without HTTP.
+that a slow phase of the machine affects every model. A round sends a batch of prompts at once and steps the engine
+until all are answered. Latencies are those of the engine, without HTTP.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Timing for comparisons: all peers in one process, interleaved, the minimum over several repeats.
 
-The least time is the one with the fewest interruptions; interleaving makes a slow phase of the machine hit every peer.
+The least time is the one with the fewest interruptions; with interleaving a slow phase of the machine affects all.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     _check(args)
     if args.data:
-        # Must be set before the libraries are imported: with local data nothing may ask the network.
+        # Must be set before the libraries are imported: with local data nothing may access the network.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     from mdn.evaluation.suites import SUITE_NAMES, SUITES, Job, needle_suite
 

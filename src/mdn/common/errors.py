@@ -34,7 +34,7 @@ def nearest_key(key: str, known: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:
-    """What an exception says, on one line; its type if it says nothing."""
+    """The message of an exception on one line; its type if it has no message."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
         text = f"the disk is full: {text}"

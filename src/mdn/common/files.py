@@ -30,7 +30,7 @@ MOST_ENTRIES, MOST_LEVELS = 100_000, 50  # of a YAML text
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """After this, `path` has the new content; before, the old one or none; a crash leaves nothing in between."""
+    """Write `path` in one go: a crash leaves the old content (or no file) or the new one, never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

@@ -11,11 +11,11 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> bool:
-    """Asks the C library to keep freed memory for the next training step; whether it will.
+    """Asks the C library to keep freed memory for the next training step; returns whether it will.
 
     By default glibc gives large blocks and the end of its heap back when they are freed, and the next step faults them
-    in again page by page: 50,000 to 120,000 pages for 8,192 tokens of a model with 2.6 million parameters. How many it
-    is depends on what else lies in the heap. Here no block is mapped by itself (M_MMAP_MAX) and the heap never shrinks
+    in again page by page: 50,000 to 120,000 pages for 8,192 tokens of a model with 2.6 million parameters. The number
+    depends on what else is in the heap. Here no block is mapped by itself (M_MMAP_MAX) and the heap never shrinks
     (M_TRIM_THRESHOLD). A user's MALLOC_TRIM_THRESHOLD_ is respected. Linux with glibc only; elsewhere nothing changes.
     """
     if not sys.platform.startswith("linux") or "MALLOC_TRIM_THRESHOLD_" in os.environ:

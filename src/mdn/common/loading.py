@@ -2,8 +2,8 @@
 
     model, tokenizer = load("runs/demo")        # a run folder means the model that the run has left in it
 
-Whatever is wrong with the files is a ValueError that names them. Nothing is loaded half: a tensor that is missing, has
-another shape or holds NaN is an error, not a random initial value.
+Whatever is wrong with the files is a ValueError that names them. Nothing is loaded in part: a tensor that is missing,
+has another shape or holds NaN is an error, not a random initial value.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def choose_device(name: str) -> str:
 def load(
     source: str | Path, dtype: str = "auto", device: str = "auto", weight_format: str | None = None
 ) -> tuple[Any, Any]:
-    """The model in evaluation mode and its tokenizer; with ``weight_format`` packed so, unless it is stored so."""
+    """The model in evaluation mode, and its tokenizer; ``weight_format`` packs weights that are not stored packed."""
     device = choose_device(device)
     model = load_model(source, dtype)
     if weight_format is not None and model.config.weight_format != weight_format:

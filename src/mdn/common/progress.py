@@ -12,7 +12,7 @@ silent = False
 
 
 def progress(iterable: Any = None, **options: Any) -> Any:
-    """tqdm; into a file or a log it writes a line every ten seconds instead of a moving bar."""
+    """tqdm; when its output is a file or a log, a line every ten seconds instead of a moving bar."""
     interval = 0.2 if sys.stderr.isatty() else 10.0
     return tqdm(iterable, mininterval=interval, **(options | {"disable": silent or options.get("disable", False)}))
 

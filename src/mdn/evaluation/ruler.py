@@ -1,4 +1,4 @@
-"""RULER's needle tasks on another text than the essays on the Hub, and without making samples that are not needed."""
+"""RULER's needle tasks on texts other than the essays on the Hub, and without making samples that are not needed."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def log_of_initial_factor(parameter: Tensor, module: Any, config: Any) -> Tensor
 
 
 def checked_initial_range(name: str, value: Any) -> float | tuple[float, ...]:
-    """A positive number, or a pair of rising ones as a tuple (JSON and YAML give a list)."""
+    """A positive number, or a pair of increasing ones as a tuple (JSON and YAML give a list)."""
     is_pair = isinstance(value, list | tuple)
     numbers = tuple(value) if is_pair else (value,)
     positive = all(type(x) in (int, float) and 0 < x < math.inf for x in numbers)

@@ -195,7 +195,7 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
     # ---------------------------------------------------------------- checks
 
     def _warn_of_misspelt(self, others: dict[str, Any]) -> None:
-        """Configs of transformers keep what they do not know; a name that is almost one of ours is a slip."""
+        """Configs of transformers keep unknown fields; a name that is almost one of ours is probably a typing error."""
         known = [*MomentumDeltaNetConfig.__annotations__, *self.attribute_map]
         for name in others:
             close = [] if hasattr(self, name) else difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -203,7 +203,7 @@ class MomentumDeltaNetConfig(PreTrainedConfig):
                 warnings.warn(f"config: {name} has no effect here; did you mean {close[0]}?", stacklevel=4)
 
     def _warn_of_unread(self) -> None:
-        """A field that was set but sets nothing: the config would say something that the model is not."""
+        """Warns of fields that were set but that nothing reads: the config would not describe the model."""
         mixed = any(not self.is_hybrid_attention(i) for i in range(self.num_hidden_layers))
         fields = MIXERS[self.mixer].config_fields().items() if mixed else ()  # attn alone sets a hybrid's attention
         read = {field for name, field in fields if name not in (self.mixer_options or {})}

@@ -1,7 +1,7 @@
 """A NaN or inf in one token must not reach the earlier tokens of its chunk.
 
 Inside a chunk a later token has weight zero in an earlier output, and 0 * NaN is NaN. What is not finite also stays in
-the state for good, even at a decay of zero. So if a final state is not finite (one sum tells), the rule is computed
+the state for good, even at a decay of zero. So if a final state is not finite (one sum shows it), the rule is computed
 once more without the damaged numbers, and then everything that the recurrence would lose is made NaN: all from the
 damaged token on, or one column of it if only v was damaged. On a CPU only: a GPU would have to wait for the host, and a
 compiler cannot trace it.

@@ -1,11 +1,10 @@
 """Norms, SwiGLU, short convolutions, gates, cross entropy and linear maps of few rows: each a torch definition, and a
 native kernel for CPUs.
 
-Every function here computes its torch definition. For float32 CPU tensors it is done by the native kernel in one pass
-over memory, forward and backward; elsewhere, under torch.compile, for shapes that the kernel does not know (which torch
+Every function here computes its torch definition. For float32 CPU tensors the native kernel does so in one pass over
+memory, forward and backward; elsewhere, under torch.compile, for shapes that the kernel does not know (which torch
 broadcasts or refuses) and for derivatives that it does not know (forward mode, torch.func, second derivatives) the
-definition itself runs. ``with definitions_only():`` shows the
-difference.
+definition itself runs. ``with definitions_only():`` switches the native code off.
 """
 
 from __future__ import annotations
@@ -250,7 +249,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x ``[..., inputs]``, weight ``[outputs, inputs]``, bias ``[outputs]``.
 
     Native for a few rows without gradients, a step of decoding: torch's product of one row uses one thread, which
-    reads the weights at half of the memory's speed. The sums of a row do not depend on how many rows there are.
+    gets half of the memory bandwidth. The result for a row does not depend on the number of rows.
     """
     few = x.shape[-1] == weight.shape[-1] and 0 < x.numel() <= MOST_ROWS * weight.shape[-1]
     fits = weight.dim() == 2 and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))

@@ -7,7 +7,7 @@ metrics.jsonl has one JSON object per line, each with its `step`. A resumed run 
 {"step": 400, "held_out": {"loss": ..., "perplexity": ..., "bits_per_byte": ...}}         evaluations
 
 Gate statistics are means of alpha, mu, beta and eta per layer, the share of log mu at its clamp, and state norms, read
-from one forward pass over a fixed piece of held-out text, so that numbers of different steps and runs compare.
+from one forward pass over a fixed piece of held-out text, so that different steps and runs can be compared.
 """
 
 from __future__ import annotations

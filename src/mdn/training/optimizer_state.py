@@ -1,4 +1,4 @@
-"""The optimiser's state as one process would save it, whatever the parameters are cut into.
+"""The optimiser's state as one process would save it, however the parameters are split.
 
 A run with tensor parallelism groups its parameters differently and holds parts of them. Its checkpoints have the whole
 tensors, in the order of a run without it: parameters with weight decay, then those without, each in the model's order.

@@ -258,7 +258,7 @@ class RecipeTrainer(Trainer):
         return loss
 
     def _average_gradients(self) -> None:
-        """Over the ranks with the same heads: a model of cut parameters is not wrapped for data parallelism."""
+        """Over the ranks with the same heads: a model with cut parameters is not wrapped for data parallelism."""
         for parameter in self.model.parameters():  # type: ignore[union-attr]
             grad = parameter.grad
             if grad is not None and self.mesh.copies is not None:

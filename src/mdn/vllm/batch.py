@@ -1,8 +1,8 @@
 """One step of vLLM's scheduler as the recurrent layers see it.
 
 A step holds, in this order, the requests that decode one token each and those of whose prompts a part is read. vLLM's
-metadata of its Mamba layers says so; what is added are the lengths of those parts as host integers, taken from the copy
-that vLLM keeps on the host, so that no layer has to wait for the device, and what all layers would compute alike.
+metadata of its Mamba layers describes them. This file adds the lengths of those parts as host integers, taken from the
+copy that vLLM keeps on the host, so that no layer has to wait for the device, and computes once what all layers need.
 """
 
 from __future__ import annotations

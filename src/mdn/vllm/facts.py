@@ -37,7 +37,7 @@ class ArchitectureFacts(ModelArchConfigConvertorBase):
 
 
 class ServingRules(HybridAttentionMambaModelConfig):
-    """vLLM's rules for models with recurrent layers, after a look at what these models cannot do."""
+    """vLLM's rules for models with recurrent layers, after a check for what these models cannot do."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: Any) -> None:
@@ -49,7 +49,7 @@ class ServingRules(HybridAttentionMambaModelConfig):
 
 
 def unsupported(vllm_config: Any) -> list[str]:
-    """What this configuration asks for and cannot get."""
+    """What this configuration requests that is not supported."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     found = []
     if vllm_config.speculative_config is not None:

@@ -101,7 +101,7 @@ class ServedTransformer(nn.Module):
 
 
 class ServedForCausalLM(ServedTransformer, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
-    """A model with recurrent layers. To vLLM it is a hybrid; without attention it is a hybrid with none of it."""
+    """A model with recurrent layers. To vLLM it is a hybrid, even if it has no attention layers."""
 
     has_inner_state: ClassVar[Literal[True]] = True
     is_hybrid: ClassVar[Literal[True]] = True

@@ -1,4 +1,4 @@
-"""Loss curves as inline SVG: no script, colours that work on light and dark ground, a wide and a narrow drawing."""
+"""Loss curves as inline SVG: no script, colours for light and dark backgrounds, a wide and a narrow drawing."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SCALARS: dict[str, Any] = {
 }
 SCALARS |= {"u32": np.uint32, "i64": np.int64, "u64": np.uint64, "fp32": np.float32, "fp64": np.float64}
 SHARED_LIMITS = {80: 166_912, 86: 101_376, 90: 232_448, 120: 101_376}
-"""bytes of shared memory that a block may ask for"""
+"""bytes of shared memory that a block may request"""
 
 
 class EmulatedGPU:

@@ -1,4 +1,4 @@
-"""Compiles recorded launches for GPUs that are not here and reads their resources off the machine code.
+"""Compiles recorded launches for absent GPUs and reads their resources off the machine code.
 
 Needs Triton with its bundled NVIDIA tools, no GPU, and TRITON_INTERPRET unset. Compiling goes through Triton's own
 launch path with a stand-in for the device driver, so the code is what a launch on that GPU would build: argument types,
@@ -52,7 +52,7 @@ class Resources:
 
 
 class AbsentDevice:
-    """The part of a Triton driver that compiling asks for."""
+    """The part of a Triton driver that compiling needs."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target

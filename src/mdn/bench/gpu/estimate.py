@@ -1,4 +1,4 @@
-"""Estimated time of one layer's op on a GPU that is not here, from machine code: ours and FLA's in the same way.
+"""Estimated time of one layer's op on an absent GPU, from machine code: ours and FLA's in the same way.
 
 For every launch of forward + backward the estimate is the largest of
     latency  static cycles of a program (`timeline.walk`) times the rounds of programs that the SMs take
@@ -6,7 +6,7 @@ For every launch of forward + backward the estimate is the largest of
     DRAM     every tensor that the launch was given, moved once, but no more than its warps request
     L2       what warps request, if all lanes take part
     tensor   operations of the tensor cores at half their peak
-and the op is the sum of its launches. It is an estimate and no measurement: `calibrate` compares such sums with
+and the op is the sum of its launches. It is an estimate, not a measurement: `calibrate` compares such sums with
 published times of FLA's kernels, which are longer by a factor that differs from op to op. Read ratios, to about 30 %.
 
 Launches are recorded at two short lengths on the CPU; programs and bytes are linear in the length. Of an autotuner's

@@ -1,4 +1,4 @@
-"""A static timeline of one warp, read off NVIDIA machine code: an estimate, no measurement.
+"""A static timeline of one warp, read off NVIDIA machine code: an estimate, not a measurement.
 
 ptxas writes into every instruction how many cycles to wait before the next one (its stall count) and on which of six
 scoreboards it waits and signals. `walk` follows the code from its entry to its exit and adds these up, with an assumed

@@ -220,7 +220,7 @@ def offsets_of(boundaries: SequenceBoundaries | None, batch: int, time: int) -> 
 def _chunk_size(key_dim: int, requested: int, has_momentum: bool) -> int:
     """The kernel's chunk: the fastest one, or a smaller one that was requested.
 
-    16 or less asks for accuracy, see `ACCURATE_CHUNK`; without momentum 16 is small enough.
+    16 or less requests accuracy, see `ACCURATE_CHUNK`; without momentum 16 is small enough.
     """
     if requested <= 16:
         return ACCURATE_CHUNK if has_momentum else 16

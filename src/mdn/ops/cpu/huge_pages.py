@@ -14,7 +14,7 @@ MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 
 
 def prefer_huge_pages(*tensors: Tensor) -> None:
-    """Asks Linux to back the tensors' memory, from the first byte of the first to the last of the last, by huge pages.
+    """Asks Linux for huge pages behind the tensors' memory, from the first byte of the first to the last of the last.
 
     The memory stays where it is. Where the system does not grant it nothing changes.
     """

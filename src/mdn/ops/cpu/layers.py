@@ -19,7 +19,7 @@ SMALL = 1 << 15
 ACTIVATIONS = {None: 0, "sigmoid": 1, "swish": 2, "silu": 2}
 """MDN_NO_GATE, MDN_SIGMOID, MDN_SILU"""
 ROWS_PER_UNIT, TOKENS_PER_UNIT = 64, 32
-"""rows that one thread takes at a time; of each the gradients of parameters are summed apart"""
+"""rows that one thread takes at a time; the gradients of parameters are summed separately for each such block"""
 
 
 def threads_for(elements: int) -> int:

@@ -8,7 +8,7 @@
 | ``int8`` | an integer from -127 to 127 times one float32 scale per output | 8 |
 | ``int4`` | an integer from -8 to 7 times one bfloat16 scale per output and group of 32 inputs | 4.5 |
 
-A step of decoding reads every weight once, so fewer bytes are a faster step. The kernel is made for 1 to 16 rows of x;
+A decode step reads every weight once, so fewer bytes make it faster. The kernel is made for 1 to 16 rows of x;
 it takes any number, but above ``MOST_ROWS`` torch's matrix product is faster.
 """
 

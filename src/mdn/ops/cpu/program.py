@@ -1,6 +1,6 @@
 """A computation of fixed shapes as a list of calls, recorded once from the code that does it and replayed without it.
 
-    program = record(function, x)          # function(x) -> y runs, and everything it does is written down
+    program = record(function, x)          # function(x) -> y runs, and everything it does is recorded
     y = program.replay(another_x)          # the same again
 
 Native calls become one call of the library. What torch does between them is translated into native calls where

@@ -1,4 +1,4 @@
-"""The border to torch: the rule as custom ops, so that compilers, autograd, autocast and meta tensors see one call.
+"""The rule as custom ops of torch, so that compilers, autograd, autocast and meta tensors see one call.
 
 ``mdn::momentum_delta_rule`` computes (o, final_state, residual); its autograd formula calls
 ``mdn::momentum_delta_rule_backward``; ``mdn::momentum_delta_step`` is the in-place decode step. The ``backend``

@@ -1,4 +1,4 @@
-"""What travels through the momentum delta rule: from the public functions through checks and dispatch to a backend.
+"""The types of the momentum delta rule, from the public functions through checks and dispatch to a backend.
 
 A backend is a module with three functions:
 
