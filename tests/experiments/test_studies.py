@@ -13,9 +13,15 @@ from mdn.experiments import grid
 from mdn.experiments.studies import retrieval
 from mdn.experiments.studies.catalogue import STUDIES
 from mdn.experiments.studies.contestants import CONTESTANTS, contestant
-from mdn.experiments.studies.statistics import difference_interval, is_told_apart, mean_interval, t_quantile
+from mdn.experiments.studies.statistics import (
+    difference_interval,
+    is_told_apart,
+    mean_interval,
+    permutation_p,
+    t_quantile,
+)
 from mdn.experiments.studies.study import TUNING_SEED, Study, StudyCell, train_study_cell
-from mdn.experiments.studies.summary import curve_by_seed, draw, seed_means, summarise, tables
+from mdn.experiments.studies.summary import curve_by_seed, draw, rates_table, seed_means, summarise, tables
 from study_cases import record, tiny
 
 # --------------------------------------------------------------------------------------------------------- statistics
@@ -35,13 +41,31 @@ def test_the_interval_of_a_mean_is_scipys():
     assert mean_interval([0.3]).half_width == float("inf")
 
 
-def test_two_models_are_told_apart_when_welchs_test_says_so():
+def mean_gap(first, second, axis):
+    return abs(first.mean(axis=axis) - second.mean(axis=axis))
+
+
+def test_p_is_that_of_scipys_exact_permutation_test():
     level = [0.50, 0.55, 0.45, 0.52, 0.48]
-    near, far = [0.53, 0.60, 0.47, 0.50, 0.58], [0.70, 0.74, 0.66, 0.71, 0.69]
-    for other in (near, far):
-        p = scipy.stats.ttest_ind(level, other, equal_var=False).pvalue
-        assert is_told_apart(level, other) == (p < 0.05)
-    assert difference_interval(far, level).mean == pytest.approx(0.2)
+    for other in ([0.53, 0.60, 0.47, 0.50, 0.58], [0.70, 0.74, 0.66, 0.71, 0.69], [0.1, 0.2, 0.9, 0.95]):
+        expected = scipy.stats.permutation_test((level, other), mean_gap, alternative="greater").pvalue
+        assert permutation_p(level, other) == pytest.approx(expected)
+        assert is_told_apart(level, other) == (expected < 0.05)
+    assert permutation_p(level, level) == 1
+    assert permutation_p(level, [0.1, 0.2, 0.3]) is None
+
+
+def test_models_are_told_apart_if_every_seed_of_one_is_better_however_far_a_failure_lies():
+    learnt, mostly_failed = [0.96, 0.965, 0.97, 0.966, 0.968], [0.95, 0.94, 0.1, 0.9, 0.3]
+    assert not difference_interval(learnt, mostly_failed).leaves_out_zero
+    assert is_told_apart(learnt, mostly_failed)
+
+
+def test_two_seeds_are_told_apart_when_welchs_test_says_so():
+    for other in ([0.45, 0.60], [0.70, 0.71]):
+        p = scipy.stats.ttest_ind([0.50, 0.51], other, equal_var=False).pvalue
+        assert is_told_apart([0.50, 0.51], other) == (p < 0.05)
+    assert difference_interval([0.7, 0.8], [0.5, 0.6]).mean == pytest.approx(0.2)
     assert not is_told_apart([0.1], [0.9])
 
 
@@ -198,6 +222,27 @@ def test_a_part_of_a_study_has_the_cells_of_the_whole(tmp_path, in_this_process)
         whole.only([], ["mdnn"])
 
 
+def test_reported_seeds_at_another_rate_are_shown_beside_the_chosen_one(tmp_path, in_this_process):
+    study = tiny(rates=(1e-3, 1e-2))
+    (task,) = study.tasks
+    for rate, score in ((1e-3, 0.1), (1e-2, 0.2)):
+        for seed in (TUNING_SEED, 0, 1):
+            record(study, tmp_path, StudyCell(task, contestant("mdn"), rate, seed), score)
+    study.only([], ["mdn"]).run_at(1e-2, tmp_path, 1)
+    assert in_this_process == []
+    found = summarise(study, tmp_path)
+    assert seed_means(found["tasks"][0]["rows"][0]) == [0.1, 0.1]
+    assert rates_table(found).rows == [
+        ["resonator", "MDN", "0.001", "0.100 ± 0.000", "0.01", "0.200 ± 0.000", "0.200, 0.200"]
+    ]
+    study.run_at(1e-3, tmp_path, 1)
+    assert in_this_process == ["resonator-gdn-lr0.001-seed0", "resonator-gdn-lr0.001-seed1"]
+    with pytest.raises(
+        ValueError, match=r"0\.5 is not a learning rate of 'resonator'; expected one of \[0.001, 0.01\]"
+    ):
+        study.check_rate(0.5)
+
+
 def test_a_longer_task_takes_over_the_rates_of_another(tmp_path):
     short = tiny(rates=(1e-3, 1e-2)).tasks[0]
     longer = dataclasses.replace(short, name="longer", steps=8, rates_from=short, contestants=("mdn",))
@@ -281,7 +326,12 @@ def test_the_list_names_every_study_and_trains_nothing(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["oscilation"], "oscillation"), ([], "mdn study --list"), (["all", "--json", "x.json"], "one study")],
+    [
+        (["oscilation"], "oscillation"),
+        ([], "mdn study --list"),
+        (["all", "--json", "x.json"], "one study"),
+        (["oscillation", "--rate", "7"], "7 is not a learning rate of"),
+    ],
 )
 def test_wrong_arguments_are_refused_by_name(words, message, capsys):
     assert main(["study", *words]) == 2

@@ -31,6 +31,7 @@ def made_up(study, missing=()):
                 {"steps": steps, "scores": {"1x": base + 0.5 / place if place else base}} for steps in task.checkpoints
             ]
             row = {
+                "other_rates": {},
                 "parameters": 10,
                 "state_numbers": 4,
                 "learning_rate": 1e-2,
@@ -142,8 +143,12 @@ def test_the_language_answer_says_whether_the_gap_to_mu_0_lasts(gaps, spread, ve
         row["scores"] = {"1x": [2 + ahead[2], 2.001 + ahead[2]]}
     first, second = answers.language(content)
     assert first.startswith("After 4 million tokens of bytes, with equal parameters and two seeds, MDN (")
-    shown = r"{:.3f} ± 0\.\d+, {:.3f} ± 0\.\d+ and {:.3f} ± 0\.\d+ after 1, 4 and 12 million tokens".format(*gaps)
-    assert re.fullmatch(rf"In runs three times as long, MDN minus mu = 0 is {shown}, {verdict}", second)
+    shown = r"{:.3f} ± 0\.\d+, {:.3f} ± 0\.\d+ and {:.3f} ± 0\.\d+ bits per byte after 1, 4 and 12 million".format(
+        *gaps
+    )
+    still = r"\(the learning rate is still high after 4\)"
+    said = rf"In runs over 12 million tokens, MDN minus mu = 0 is {shown} {still}, {verdict}"
+    assert re.fullmatch(said, second)
     longest["rows"] = [row for row in longest["rows"] if row["contestant"] != "mu0"]
     assert answers.language(content)[1].endswith("the runs of mu = 0 over 12 million tokens are missing")
 
@@ -193,7 +198,13 @@ def test_the_paper_claims_are_judged_by_the_comparisons():
     )
     assert "open" in answers.claim(made_up(STUDIES["language"], ("gdn",)))
     words = " ".join(answers.claim(made_up(STUDIES["language"])).split())
-    assert re.match(r"The runs here contradict this: MDN minus GDN is -\d\.\d+ ± \d\.\d+ bits per byte with", words)
+    gap = r"\(MDN minus GDN is -?(\d\.\d+) ± (\d\.\d+) bits per byte\)"
+    assert re.fullmatch(rf"With two seeds the runs here contradict this {gap}\.", words)
+    scattered = made_up(STUDIES["language"])
+    scattered["tasks"][0]["rows"][0]["scores"] = {"1x": [1.0, 2.0]}
+    words = " ".join(answers.claim(scattered).split())
+    found = re.fullmatch(rf"With two .* cannot test this: .* difference below (\S+) bits per byte {gap}\.", words)
+    assert found[1] == found[3]
     with pytest.raises(ValueError, match="'oscillation'"):
         answers.claim(made_up(oscillation.STUDY))
 
@@ -254,7 +265,10 @@ def test_the_overview_says_in_words_what_the_pages_say():
     ]
     found[3] |= {"verdict": LEVEL}
     said = " ".join(overview.in_words({"rows": found}).split())
-    assert "On recall at equal parameters (MDN / GDN) the interval of the ratio leaves out 1, but that of" in said
+    assert (
+        "On recall at equal parameters (MDN / GDN) the interval in the figure leaves out 1, but the test of the page"
+        in said
+    )
     drawn = [label.get_text() for label in overview.draw({"rows": found}).axes[0].get_yticklabels()]
     assert drawn[0] == "retrieval: the resonator"
     assert drawn[3] == "retrieval: parity (two seeds)"

@@ -20,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", type=names, default=[], help="only these tasks of the study, with commas (all)")
     parser.add_argument("--models", type=names, default=[], help="only these models, by name, with commas (all)")
     parser.add_argument("--seeds", type=positive_int, help="seeds 0, 1, ... of every model (5; language 2)")
+    parser.add_argument(
+        "--rate",
+        type=number(0, above=True),
+        metavar="LR",
+        help="also run the seeds at this learning rate, chosen or not",
+    )
     parser.add_argument("--quick", action="store_true", help="one seed, two models, four steps: only whether it runs")
     parser.add_argument(
         "--limit-minutes",
@@ -53,6 +59,9 @@ def run(args: argparse.Namespace) -> None:
         studies = [study.shortened() for study in studies]
     if args.seeds is not None:
         studies = [study.with_seeds(args.seeds) for study in studies]
+    if args.rate is not None:
+        for study in studies:
+            study.check_rate(args.rate)
     out = args.out or _default_out(args.quick)
     for study in studies:
         progress = study.progress(out)
@@ -63,6 +72,8 @@ def run(args: argparse.Namespace) -> None:
     limit = None if args.limit_minutes is None else TimeLimit(time.time() + 60 * args.limit_minutes)
     for study in studies:
         study.run(out, 0 if args.limit_minutes == 0 else processes, limit)
+        if args.rate is not None:
+            study.run_at(args.rate, out, 0 if args.limit_minutes == 0 else processes, limit)
         content = summarise(study, out)
         print(f"\n{study.name}: {content['cells']} of {content['of']} cells recorded", *tables(content), sep="\n\n")
     if args.json or args.plot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mdn.experiments.ablation_cells import SMALL
 from mdn.experiments.studies.language import LanguageTask
-from mdn.experiments.studies.study import EQUAL_PARAMETERS, SMALL_MODEL, Comparison, Study
+from mdn.experiments.studies.study import EQUAL_PARAMETERS, EQUAL_STATE, SMALL_MODEL, Comparison, Study
 
 ROWS = (
     "mu0",
@@ -28,12 +28,12 @@ STUDY = Study(
             name="bytes",
             phrase="the byte models of the ablation",
             title="0.4 million bytes of the Python standard library",
-            contestants=("mdn", *ROWS),
+            contestants=("mdn", *ROWS, "mdn-half", "gdn-double"),
             rates=(2e-3, 5e-3, 1e-2, 2e-2),
             seconds=14,
             steps=200,
             model=SMALL_MODEL | SMALL | {"use_mlp": True, "tie_word_embeddings": False, "initializer_range": 0.02},
         ),
     ),
-    tuple(Comparison("mdn", row, EQUAL_PARAMETERS.what) for row in ROWS),
+    (*(Comparison("mdn", row, EQUAL_PARAMETERS.what) for row in ROWS), *EQUAL_STATE),
 )

@@ -62,8 +62,12 @@ _ALL = (
     Contestant("mdn-fast", "MDN (mu 10 x faster)", _FAST, colour=COLOURS[7]),
     Contestant("qhm-fast", "quasi-hyperbolic (mu 10 x faster)", _QHM | _FAST, colour=_LILAC),
     # ---- eigenvalues down to -1
-    Contestant("mdn-negative", "MDN (beta up to 2)", {"allow_neg_eigval": True}, colour=COLOURS[7]),
+    Contestant("mdn-negative", "MDN (bounds doubled)", {"allow_neg_eigval": True}, colour=COLOURS[7]),
     Contestant("gdn-negative", "GDN (beta up to 2)", _GDN | _NO_BOUNDS | {"allow_neg_eigval": True}, colour=COLOURS[9]),
+    # MDN keeps its bounds, doubled, and so does this one: with them no eigenvalue comes near -1.
+    Contestant(
+        "gdn-bounds-negative", "GDN with bounds (doubled)", _GDN | {"allow_neg_eigval": True}, colour=COLOURS[5]
+    ),
     # two steps per token, and so twice the keys and values: more parameters than the others
     Contestant(
         "deltaproduct",
@@ -81,7 +85,7 @@ _ALL = (
         "momentum-kda-half", "momentum KDA (V/2)", {"mixer": "momentum_kda"}, columns=0.5, colour=_LIGHT_GREEN, cost=1.8
     ),
     Contestant("mamba2", "Mamba2", _MAMBA2, colour=COLOURS[4], cost=1.2),
-    Contestant("attention", "attention", {"mixer": "attention"}, colour=COLOURS[6]),
+    Contestant("attention", "attention", {"mixer": "attention"}, colour=COLOURS[6], cost=0.7),
     # ---- further rows of the ablation
     Contestant("no-correction", "no output correction", {"use_output_correction": False}, colour=COLOURS[4]),
     Contestant("no-clamp", "no clamp of log mu", {"min_log_mu": None}, colour=COLOURS[3]),

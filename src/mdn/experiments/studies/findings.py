@@ -1,4 +1,4 @@
-"""What the recorded seeds say about two contestants: better, worse, or not to be told apart (Welch's 95 % interval)."""
+"""What the recorded seeds say about two contestants: better, worse, or not to be told apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mdn.common.results import Table
 from mdn.experiments.studies.catalogue import STUDIES
 from mdn.experiments.studies.contestants import CONTESTANTS
-from mdn.experiments.studies.statistics import difference_interval, is_told_apart
+from mdn.experiments.studies.statistics import difference_interval, is_told_apart, permutation_p
 from mdn.experiments.studies.study import Comparison, Metric
 from mdn.experiments.studies.summary import metric_of, seed_means, with_interval
 
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
         return statistics.fmean(self.first), statistics.fmean(self.second)
 
     def verdict(self) -> str:
-        """FIRST or SECOND if it is better and Welch's interval leaves out zero; UNDECIDED while seeds are missing."""
+        """FIRST or SECOND if it is better and they can be told apart; UNDECIDED while seeds are missing."""
         if min(len(self.first), len(self.second)) < self.task["seeds"]:
             return UNDECIDED
         if not is_told_apart(self.first, self.second):
@@ -56,7 +56,7 @@ def findings(content: dict[str, Any], comparison: Comparison) -> list[Finding]:
 
 
 def comparison_table(content: dict[str, Any]) -> Table:
-    """Differences with Welch's 95 % interval."""
+    """Differences with Welch's 95 % interval and p of the permutation test, which decides if there is one."""
     rows = []
     for comparison in STUDIES[content["study"]].comparisons:
         first, second = labels(comparison)
@@ -71,6 +71,7 @@ def comparison_table(content: dict[str, Any]) -> Table:
             mean, half = difference_interval(finding.first, finding.second)
             gap = metric.shown(mean) if math.isinf(half) else f"{metric.shown(mean)} ± {metric.shown(half)}"
             each = [with_interval(metric, values) for values in (finding.first, finding.second)]
+            p = permutation_p(finding.first, finding.second)
             row = [finding.task["name"], f"{first} and {second}", comparison.what, *each, gap]
-            rows.append([*row, words[finding.verdict()]])
-    return Table("", ["task", "between", "equal", "first", "second", "difference", "verdict"], rows)
+            rows.append([*row, "–" if p is None else f"{p:.3f}", words[finding.verdict()]])
+    return Table("", ["task", "between", "equal", "first", "second", "difference", "p", "verdict"], rows)

@@ -122,5 +122,6 @@ STUDY = Study(
         Comparison("mdn", "mu0", "equal parameters"),
         EQUAL_PARAMETERS,
         Comparison("qhm-fast", "mu0", "equal parameters"),
+        Comparison("qhm-fast", "mdn", "equal state (quasi-hyperbolic, mu 10 x faster, against the paper's momentum)"),
     ),
 )

@@ -28,7 +28,7 @@ def generate_noisy_recall(number: int, keys: int, generator: torch.Generator) ->
     """``number`` examples with ``keys`` keys: all bindings in random order, then every key once, in random order.
 
     Of the BINDINGS bindings of a key AGREEING are to its value, the others to distinct wrong values. A question is
-    followed by a random token, never by the answer.
+    followed by a random token.
     """
     if not 1 <= keys <= KEYS:
         raise ValueError(f"keys must be between 1 and {KEYS}, got {keys}")

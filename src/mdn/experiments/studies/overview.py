@@ -3,8 +3,7 @@
 The error of a task is 1 - accuracy, the squared error, or the bits per byte. The ratio is one of geometric means over
 seeds; its interval is Welch's for the difference of the logarithms. Below 1 momentum pays.
 
-The sentences follow the verdicts of the studies' pages, which are about the difference of the scores. Where the ratio's
-interval says something else, they say so.
+The sentences follow the verdicts of the studies' pages. Where the ratio's interval says something else, they say so.
 """
 
 from __future__ import annotations
@@ -127,8 +126,8 @@ def verdict_of_ratio(row: dict[str, Any]) -> str:
 def _disagreement(row: dict[str, Any]) -> str:
     """The figure's interval and the page's verdict are two tests of the same seeds, and one of them finds something."""
     where = f"{row['phrase']} at {compared(row).equal} ({between(row)})"
-    ratio, difference = ("includes", "leaves out") if row["verdict"] != LEVEL else ("leaves out", "includes")
-    return f"On {where} the interval of the ratio {ratio} 1, but that of the difference of the scores {difference} 0"
+    ratio, test = ("includes", "finds a") if row["verdict"] != LEVEL else ("leaves out", "finds no")
+    return f"On {where} the interval in the figure {ratio} 1, but the test of the page {test} difference"
 
 
 def draw(content: dict[str, Any]) -> Any:

@@ -26,7 +26,7 @@ from mdn.experiments.studies import answers, overview
 from mdn.experiments.studies.catalogue import STUDIES
 from mdn.experiments.studies.findings import comparison_table
 from mdn.experiments.studies.study import StudySize
-from mdn.experiments.studies.summary import summarise, tables
+from mdn.experiments.studies.summary import rates_table, summarise, tables
 
 DATA, PAGES = Path("docs/experiments/data"), Path("docs/experiments")
 BLOCK = re.compile(r"(<!-- study ([\w-]+) (\w+) -->\n).*?(<!-- end of study -->)", re.DOTALL)
@@ -52,6 +52,11 @@ def comparisons(content: dict[str, Any]) -> str:
     return str(table) if table.rows else "No comparison is recorded yet."
 
 
+def other_rates(content: dict[str, Any]) -> str:
+    table = rates_table(content)
+    return str(table) if table.rows else "No other learning rate has all of its seeds."
+
+
 def all_tables(content: dict[str, Any]) -> str:
     return "\n\n".join(f"**{table.caption}**\n\n{Table('', table.header, table.rows)}" for table in tables(content))
 
@@ -65,6 +70,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {
     "figure": figure,
     "comparisons": comparisons,
     "tables": all_tables,
+    "rates": other_rates,
     "cost": cost,
 }
 """the generated parts of a page: from the summary of a study to the text"""

@@ -78,12 +78,12 @@ class WordProblemTask(TokenTask):
         return {"chance": dict.fromkeys((f"{multiple}x" for multiple in MULTIPLES), 1 / self.vocab_size())}
 
 
-def _task(group: str, title: str, steps: int, seconds: float) -> WordProblemTask:
+def _task(group: str, title: str, steps: int, seconds: float, more: tuple[str, ...] = ()) -> WordProblemTask:
     return WordProblemTask(
         name=group,
         title=title,
         phrase=title if group == "mod 5" else group,
-        contestants=CONTESTANTS,
+        contestants=CONTESTANTS + more,
         rates=RATES,
         seconds=seconds,
         steps=steps,
@@ -96,7 +96,7 @@ STUDY = Study(
     "state-tracking",
     "Which rules can follow a state beyond the length of training?",
     (
-        _task("parity", "parity", 800, 18),
+        _task("parity", "parity", 800, 18, ("gdn-bounds-negative",)),
         _task("mod 5", "addition modulo 5", 800, 18),
         _task("S3", "permutations of three", 800, 18),
         _task("A5", "even permutations of five", 800, 18),
@@ -104,6 +104,9 @@ STUDY = Study(
     (
         EQUAL_PARAMETERS,
         *EQUAL_STATE,
-        Comparison("mdn-negative", "gdn-negative", "equal parameters, negative eigenvalues allowed"),
+        Comparison(
+            "mdn-negative", "gdn-negative", "equal parameters (writes up to twice as strong, MDN within its bounds)"
+        ),
+        Comparison("mdn-negative", "gdn-bounds-negative", "equal parameters (the same, both within MDN's bounds)"),
     ),
 )

@@ -380,6 +380,12 @@ class Study:
                 chosen[name] = max(scores, key=lambda rate: scores[rate])
         return chosen
 
+    def cells_at(self, task: Task, rate: float) -> list[StudyCell]:
+        """The reported seeds of every contestant at one learning rate, chosen or not."""
+        return [
+            StudyCell(task, contestant(name), rate, seed) for seed in range(task.seeds) for name in task.contestants
+        ]
+
     def whole(self) -> StudySize:
         cells, seconds = 0, 0.0
         for task in self.tasks:
@@ -406,6 +412,18 @@ class Study:
                 tuning = self.tuning_cells(task, out)
                 run_grid(tuning, job, out / self.name, processes, f"{label}: learning rates", limit)
             run_grid(self.reported_cells(task, out), job, out / self.name, processes, f"{label}: seeds", limit)
+
+    def check_rate(self, rate: float) -> None:
+        for task in self.tasks:
+            rates = (task.rates_from or task).rates
+            if rate not in rates:
+                raise ValueError(f"{rate:g} is not a learning rate of {task.name!r}; expected one of {list(rates)}")
+
+    def run_at(self, rate: float, out: Path, processes: int, limit: TimeLimit | None = None) -> None:
+        """The reported seeds at this learning rate: what a verdict would be with another choice."""
+        for task in self.tasks:
+            label = f"{self.name}, {task.name}: learning rate {rate:g}"
+            run_grid(self.cells_at(task, rate), train_study_cell, out / self.name, processes, label, limit)
 
 
 def _tuning_cells(tuned: Task, name: str, rate: float) -> list[StudyCell]:

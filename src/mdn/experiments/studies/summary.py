@@ -15,7 +15,7 @@ from mdn.common.results import Table
 from mdn.experiments.grid import finished
 from mdn.experiments.studies.contestants import CONTESTANTS
 from mdn.experiments.studies.statistics import mean_interval
-from mdn.experiments.studies.study import CORPUS, Metric, Study, StudyCell, Task
+from mdn.experiments.studies.study import CORPUS, Metric, Study, StudyCell, Task, mean_score
 
 Row = dict[str, Any]
 """a contestant in a task: its facts, ``seeds``, and ``scores`` with a list over the seeds for every test"""
@@ -33,6 +33,8 @@ def summarise(study: Study, out: Path) -> dict[str, Any]:
         check_same_text(task, {**tuning, **results})
         spent += sum(result["processor_seconds"] for result in (*tuning.values(), *results.values()))
         rows = [_row(name, task, cells, results) for name in task.contestants]
+        for row in rows:
+            row["other_rates"] = _other_rates(study, task, row, out)
         tasks.append(
             {
                 "name": task.name,
@@ -90,6 +92,17 @@ def _row(name: str, task: Task, cells: list[StudyCell], results: dict[str, Any])
     return row
 
 
+def _other_rates(study: Study, task: Task, row: Row, out: Path) -> dict[str, list[float]]:
+    """The mean over the tests, seed by seed, at every rate that was not chosen and has all reported seeds."""
+    found = {}
+    for rate in (task.rates_from or task).rates:
+        cells = [cell for cell in study.cells_at(task, rate) if cell.contestant.name == row["contestant"]]
+        results = finished(cells, out / study.name)
+        if row["seeds"] and rate != row["learning_rate"] and len(results) == task.seeds:
+            found[f"{rate:g}"] = [mean_score(results[cell.name]) for cell in cells]
+    return found
+
+
 def seed_means(row: Row) -> list[float]:
     """The mean over the tests, seed by seed."""
     return [statistics.fmean(values) for values in zip(*row["scores"].values())]
@@ -132,6 +145,20 @@ def task_table(task: dict[str, Any]) -> Table:
         rows.append([name, "–", "–", "–", *each, metric.shown(statistics.fmean(scores.values())), "–"])
     header = ["model", "state", "parameters", "rate", *(tests if len(tests) > 1 else []), "mean", "by seed"]
     return Table(f"{task['name']} ({task['title']}): {metric.name}", header, rows)
+
+
+def rates_table(content: dict[str, Any]) -> Table:
+    """The contestants whose reported seeds also ran at a learning rate that was not chosen."""
+    rows = []
+    for task in content["tasks"]:
+        metric = metric_of(task)
+        for row in task["rows"]:
+            for rate, means in row["other_rates"].items():
+                chosen = [f"{row['learning_rate']:g}", with_interval(metric, seed_means(row))]
+                each = ", ".join(map(metric.shown, means))
+                rows.append([task["name"], label(row), *chosen, rate, with_interval(metric, means), each])
+    header = ["task", "model", "chosen rate", "mean", "other rate", "mean there", "by seed there"]
+    return Table("", header, rows)
 
 
 def draw(content: dict[str, Any]) -> Any:
@@ -204,4 +231,4 @@ def _draw_curves(axis: Any, task: dict[str, Any]) -> None:
     axis.yaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
     title = f"{task['name']}: minus {label(task['rows'][0])}"
-    axis.set(title=title, xlabel="million tokens", ylabel=metric_of(task).name)
+    axis.set(title=title, xlabel="million tokens", ylabel=f"difference in {metric_of(task).name}")
