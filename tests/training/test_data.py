@@ -65,6 +65,15 @@ def test_a_file_that_does_not_fit_is_an_error_that_names_it(
         documents(paths=(str(tmp_path / name),), cache_dir=str(tmp_path / "cache"))
 
 
+@pytest.mark.parametrize("values", [[1, 2], [b"bytes"], [["a"], ["list"]]])
+def test_a_parquet_column_that_holds_no_text_is_named(tmp_path: Path, values: list[Any]) -> None:
+    file = tmp_path / "numbers.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), file)
+    kind = type(values[0]).__name__
+    with pytest.raises(ValueError, match=rf"numbers\.parquet: field 'text' holds {kind}, not text"):
+        documents(paths=(str(file),), cache_dir=str(tmp_path / "cache"))
+
+
 def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no such file or folder: 'nowhere\.txt'"):
         documents(paths=("nowhere.txt",), cache_dir=str(tmp_path))
@@ -234,6 +243,20 @@ def test_the_cache_is_found_again_and_changes_with_content_and_tokenizer(tmp_pat
     assert prepare_data(tiny_recipe(tmp_path)).cache.directory != first
 
 
+def test_a_tokenizer_that_is_replaced_in_its_directory_is_used(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, tokenizer={"kind": "pretrained", "path": str(tmp_path / "own")})
+    found = []
+    for size in (265, 262):
+        bpe = {"kind": "bpe", "vocab_size": size}
+        made = prepare_data(tiny_recipe(tmp_path, tokenizer=bpe)).tokenizer
+        shutil.copytree(made, tmp_path / "own", dirs_exist_ok=True)
+        found.append(prepare_data(recipe))
+    assert [data.cache.vocab_size for data in found] == [265, 262]
+    moved = tiny_recipe(tmp_path, tokenizer={"kind": "pretrained", "path": str(tmp_path / "moved")})
+    (tmp_path / "own").rename(tmp_path / "moved")
+    assert prepare_data(moved).tokenizer == found[1].tokenizer  # the same files elsewhere are the same tokenizer
+
+
 def _overwrite(content: bytes) -> Callable[[Path], None]:
     """The whole file becomes repetitions of `content`, in its old size."""
 
@@ -334,3 +357,7 @@ def test_hub_rows_are_read_and_skipped_by_number(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(corpus, "_commit", lambda: "abc")
     assert list(corpus.documents()) == [f"row {number}" for number in range(5)]
     assert list(corpus.documents(3)) == ["row 3", "row 4"]
+    other = open_corpus(DataSettings(source="hub", dataset="owner/name", text_field="body"), tmp_path)
+    monkeypatch.setattr(other, "_commit", lambda: "abc")
+    with pytest.raises(ValueError, match=r"'owner/name': expected rows with a text field 'body'"):
+        list(other.documents())

@@ -91,7 +91,11 @@ class FileCorpus:
                 f"{path} has no column {self.text_field!r} (data.text_field), only {table.schema_arrow.names}"
             )
         for batch in table.iter_batches(columns=[self.text_field], batch_size=1024):
-            yield from (text or "" for text in batch.column(0).to_pylist())
+            for row in batch.to_pylist():
+                try:
+                    yield "" if row[self.text_field] is None else _text_of(row, self.text_field)
+                except TypeError as error:
+                    raise ValueError(f"{path}: {error} (data.text_field)") from None
 
 
 class HubCorpus:
@@ -138,7 +142,13 @@ class HubCorpus:
         if start:
             rows = rows.skip(start)
         for row in rows:
-            yield _text_of(row, s.text_field)
+            try:
+                yield _text_of(row, s.text_field)
+            except (KeyError, TypeError) as error:
+                raise ValueError(
+                    f"data.dataset {self.name!r}: expected rows with a text field {s.text_field!r} (data.text_field); "
+                    f"{type(error).__name__}: {error}"
+                ) from None
 
 
 class _HashMemory:

@@ -21,11 +21,13 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mdn.common.errors import one_line
-from mdn.common.files import exclusive_lock, read_json
+from mdn.common.files import exclusive_lock, read_json, sha256_of
 from mdn.training.recipe import TokenizerSettings
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES_END_ID = 256
+# Of the files beside a tokenizer, those that it can be made of: weights are not read.
+_TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken", ".bpe", ".py"}
 
 
 def byte_characters() -> dict[int, str]:
@@ -113,6 +115,8 @@ def prepare_tokenizer(
     `texts` gives the training documents, from which a bpe is learnt.
     """
     made_from = {**settings.model_dump(), "corpus": corpus_key if settings.kind == "bpe" else ""}
+    if settings.path is not None and Path(settings.path).is_dir():
+        made_from |= {"path": "", "files": _content_of(Path(settings.path))}
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     directory = cache_dir / f"tokenizer-{settings.kind}-{key}"
     if (directory / "tokenizer_config.json").is_file():
@@ -125,6 +129,12 @@ def prepare_tokenizer(
             shutil.rmtree(directory, ignore_errors=True)
             os.replace(partial, directory)
     return directory
+
+
+def _content_of(directory: Path) -> dict[str, str]:
+    """Hashes of a local tokenizer's files: its path stays the same when the tokenizer is replaced by another one."""
+    files = (file for file in sorted(directory.iterdir()) if file.is_file() and file.suffix in _TOKENIZER_SUFFIXES)
+    return {file.name: sha256_of(file) for file in files}
 
 
 def _make(settings: TokenizerSettings, texts: Callable[[], Iterator[str]]) -> Any:
