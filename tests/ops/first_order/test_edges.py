@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -303,6 +305,45 @@ def test_derivatives_that_a_chunkwise_form_does_not_have_raise_and_name_the_way_
         compute(forward_ad.make_dual(v, v))
     o, tangent = torch.func.jvp(lambda v: recurrent(rule)(**tensors, v=v).o, (v,), (v,))
     torch.testing.assert_close(tangent, o)  # all rules are linear in v
+
+
+@ON_EVERY_BACKEND
+def test_a_second_derivative_is_right_or_refused(rule: str, backend: str):
+    """With respect to every pair of inputs, through `autograd.grad`, which stops where a gradient has no edges."""
+    tensors = arguments(rule, B=1, T=4, H=1, HV=1, K=3, V=2, gates="mild", dtype=torch.float32)
+
+    def second(form: Any, first: str, then: str, **options: Any) -> Tensor:
+        leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+        loss = form(rule)(**leaves, **options)[0].square().sum()
+        (gradient,) = torch.autograd.grad(loss, leaves[first], create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), leaves[then], allow_unused=True, materialize_grads=True)[0]
+
+    refusals = []
+    for pair in itertools.product(tensors, repeat=2):
+        try:
+            found = second(chunk, *pair, backend=backend)
+        except NotImplementedError as error:
+            refusals.append(str(error))
+        else:
+            torch.testing.assert_close(found, second(recurrent, *pair), rtol=1e-3, atol=1e-4)
+    assert refusals
+    assert all("no second derivative; use the rule's recurrent_* function" in message for message in refusals)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
+def test_a_graph_of_gradients_can_be_made_under_activation_checkpointing(rule: str, backend: str):
+    tensors = {name: x.requires_grad_() for name, x in arguments(rule, T=5, dtype=torch.float32).items()}
+
+    def compute(k: Tensor) -> Tensor:
+        return chunk(rule)(**tensors | {"k": k}, backend=backend).o
+
+    (expected,) = torch.autograd.grad(compute(tensors["k"]).square().sum(), tensors["k"])
+    o = torch.utils.checkpoint.checkpoint(compute, tensors["k"], use_reentrant=False)
+    (found,) = torch.autograd.grad(o.square().sum(), tensors["k"], create_graph=True)
+    assert torch.equal(found, expected)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        found.sum().backward()
 
 
 @pytest.mark.parametrize("rule", RULES)

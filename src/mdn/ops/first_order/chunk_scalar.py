@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mdn.ops import cpu
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.chunking import chunk_scan
 from mdn.ops.cpu import KernelTensors
+from mdn.ops.first_order.first_derivative import first_derivative_only
 from mdn.ops.first_order.inputs import FirstOrderTensors, PreparedTensors, expand_heads
 from mdn.ops.first_order.state_scan import state_scan
 from mdn.ops.momentum.chunk_math import segment_decay
@@ -143,9 +143,9 @@ class _NativeScalarDecay(torch.autograd.Function):
         return o, final
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_o: Tensor, grad_final: Tensor) -> Any:
-        *given, residual = ctx.saved_tensors
+    @first_derivative_only
+    def backward(ctx: Any, saved: tuple[Any, ...], grad_o: Tensor, grad_final: Tensor) -> Any:
+        *given, residual = saved
         tensors = KernelTensors(*given)
         gradients = cpu.kernel_backward(grad_o, grad_final, tensors, residual, ctx.boundaries, ctx.options, ctx.erases)
         return None, None, None, *gradients

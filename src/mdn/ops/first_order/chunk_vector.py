@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.chunking import chunk_scan
 from mdn.ops.first_order.chunk_scalar import one_row_down, solve_unit_lower
+from mdn.ops.first_order.first_derivative import first_derivative_only
 from mdn.ops.first_order.inputs import PreparedTensors
 from mdn.ops.first_order.state_scan import state_scan
 from mdn.ops.pairwise import Pairs, in_pairs, levels
@@ -154,9 +154,9 @@ class _DecayedProducts(torch.autograd.Function):
         return products
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        late, early, g = ctx.saved_tensors
+    @first_derivative_only
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        late, early, g = saved
         on_diagonal = grad.diagonal(dim1=-2, dim2=-1)
         grad_late = torch.einsum("...mni,...nid->...mid", on_diagonal, early)
         grad_early = torch.einsum("...mni,...mid->...nid", on_diagonal, late)

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.cpu import vector_decay
 from mdn.ops.cpu.vector_decay import VectorTensors
+from mdn.ops.first_order.first_derivative import first_derivative_only
 from mdn.ops.first_order.inputs import PreparedTensors
 from mdn.ops.shared_checks import without_autocast
 
@@ -50,9 +50,9 @@ class _NativeVectorDecay(torch.autograd.Function):
         return output.o, output.final
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_o: Tensor, grad_final: Tensor) -> Any:
-        *given, solved = ctx.saved_tensors
+    @first_derivative_only
+    def backward(ctx: Any, saved: tuple[Any, ...], grad_o: Tensor, grad_final: Tensor) -> Any:
+        *given, solved = saved
         tensors = VectorTensors(*given)
         gradients = vector_decay.backward(grad_o.contiguous(), grad_final.contiguous(), tensors, solved, ctx.boundaries)
         return None, None, *gradients

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mdn.ops.chunking import Rounds
+from mdn.ops.first_order.first_derivative import first_derivative_only
 
 
 class ScannedStates(NamedTuple):
@@ -77,9 +77,9 @@ class _StateScan(torch.autograd.Function):
         return starts, R, final
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_starts: Tensor, grad_R: Any, grad_final: Tensor) -> Any:
-        probes, writes, R, decay, starts = ctx.saved_tensors
+    @first_derivative_only
+    def backward(ctx: Any, saved: tuple[Any, ...], grad_starts: Tensor, grad_R: Any, grad_final: Tensor) -> Any:
+        probes, writes, R, decay, starts = saved
         grad_after = torch.empty_like(starts)  # of the state after each chunk
         grad_values = None if R is None else torch.empty_like(R)
         grad_state = grad_final[:0]
