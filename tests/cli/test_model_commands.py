@@ -49,7 +49,7 @@ def test_generate_is_repeatable_and_greedy_at_temperature_zero(model_directory, 
     greedy = complete(capsys, model_directory, *arguments, "--temperature", "0")
     chunked = complete(capsys, model_directory, *arguments, "--temperature", "0", "--prefill-chunk", "2")
     assert greedy == chunked
-    beams = [complete(capsys, model_directory, *arguments, "--beams", "3") for _ in range(2)]
+    beams = [complete(capsys, model_directory, *arguments, "--beams", "3", *more) for more in ((), ("--top-k", "0"))]
     assert beams[0] == beams[1]
     assert beams[0].startswith("abc")
 
@@ -77,7 +77,13 @@ def test_generate_streams_the_text_while_it_is_made(model_directory, monkeypatch
         (["generate", "runs/nothing-here", "--prompt", "a"], "neither a model directory, a run folder nor a Hub id"),
         (["generate", "MODEL", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "MODEL", "--prompt", "a", "--top-p", "2"], "--top-p"),
-        (["generate", "MODEL", "--prompt", "", "--no-start-token"], "--prompt is empty"),
+        (["generate", "MODEL", "--prompt", "", "--no-start-token"], "--prompt is empty and --no-start-token is given"),
+        (
+            ["generate", "MODEL", "--prompt", "a", "--beams", "2", "--temperature", "1.5"],
+            "--temperature cannot be combined with --beams 2: beam search does not sample",
+        ),
+        (["generate", "MODEL", "--prompt", "a", "--beams", "2", "--top-k", "3"], "--top-k cannot be combined"),
+        (["generate", "MODEL", "--prompt", "a", "--beams", "2", "--top-p", "0.5"], "--top-p cannot be combined"),
         (["info", "mdn_4M"], "shipped ones are"),
         (["info", "mdn_tiny", "--context", "0"], "--context"),
     ],

@@ -9,8 +9,12 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
+from eval_support import make_tokenizer
+from mdn.analysis.recording import load_model_and_tokens
 from mdn.cli import main
+from mdn.models import MomentumDeltaNetForCausalLM
 from mdn.training.run import train
 from training_support import tiny_recipe
 
@@ -93,6 +97,25 @@ def test_what_a_finished_run_prints_as_next_commands_works(
         assert Path(program).name == "mdn"
         assert main(words) == 0, command
     assert "lengthened from 4 to 8 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("start", ["<s>", None])
+def test_a_prompt_begins_with_the_token_that_training_texts_begin_with(
+    start: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the tokenizer's own start token is another one, which training has never seen, or if it has none."""
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = start
+    tokenizer.save_pretrained(tmp_path / "own")
+    settings = {"kind": "pretrained", "path": str(tmp_path / "own")}
+    train(tiny_recipe(tmp_path, tokenizer=settings, training={"steps": 1}, logging={"gates_every": 0}))
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("abc")
+    read: list[torch.Tensor] = []
+    monkeypatch.setattr(MomentumDeltaNetForCausalLM, "generate", lambda _, ids, **__: read.append(ids) or ids)
+    assert main(["generate", str(run), "--prompt", "abc"]) == 0
+    _, recorded = load_model_and_tokens(str(run), text, 4)
+    assert read[0].tolist() == recorded.tolist() == [[tokenizer.eos_token_id, *b"abc"]]
 
 
 def test_nothing_but_the_text_is_printed_by_generate(run_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,15 @@ def test_rolling_perplexity_counts_every_token_once_in_windows(subject, data, tm
     assert found["word_perplexity"] == pytest.approx(math.exp(nats / words), rel=1e-3)
 
 
+def test_the_first_window_begins_with_the_models_start_token(subject, data, tmp_path):
+    """Not with the tokenizer's, where that is another one."""
+    other = make_tokenizer()
+    other.bos_token = "a"
+    changed = Subject(subject.label, subject.source, subject.model, other)
+    expected = metrics(subject, data, tmp_path / "same", "wikitext")
+    assert metrics(changed, data, tmp_path / "other", "wikitext") == expected
+
+
 def detokenised(page: str) -> str:
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 

@@ -82,7 +82,7 @@ def record_layer(layer: MomentumDeltaNet, hidden_states: Tensor) -> LayerRecord:
 
 def load_model_and_tokens(source: str, text: Path, most: int) -> tuple[Any, Tensor]:
     """A trained model in evaluation mode, and ``[1, T]`` ids of the first ``most`` tokens of a text file."""
-    from mdn.common.loading import load_model, load_tokenizer
+    from mdn.common.loading import load_model, load_tokenizer, start_token
 
     if not text.is_file():
         raise ValueError(f"--text {text} is not a file")
@@ -92,5 +92,6 @@ def load_model_and_tokens(source: str, text: Path, most: int) -> tuple[Any, Tens
         raise ValueError(f"{text} has no text")
     # Eight bytes a token is more than any tokenizer here needs: a whole book is not tokenised for its first page.
     ids = tokenizer(content[: 8 * most + 64], add_special_tokens=False)["input_ids"]
-    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    return model, torch.tensor([[*start, *ids][:most]], dtype=torch.long)
+    start = start_token(model, tokenizer)
+    beginning = [] if start is None else [start]
+    return model, torch.tensor([[*beginning, *ids][:most]], dtype=torch.long)

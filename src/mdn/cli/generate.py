@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a run folder, a model directory (with its tokenizer) or a Hub id")
     parser.add_argument("--prompt", help="the text to complete; without it, standard input is read")
     parser.add_argument("--max-new-tokens", type=positive_int, default=128, help="at most this many tokens (128)")
-    parser.add_argument("--temperature", type=temperature, default=0.8, help="0 is greedy (0.8)")
+    parser.add_argument("--temperature", type=temperature, help="0 is greedy (0.8)")
     parser.add_argument(
         "--top-k", type=whole_number(), default=0, help="sample among the k likeliest tokens; 0: all (0)"
     )
@@ -50,20 +50,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    _check(args)
     prompt = _prompt(args.prompt)
     import torch
     from transformers import TextStreamer
 
-    from mdn.common.loading import load
+    from mdn.common.loading import load, start_token
 
     model, tokenizer = load(args.model, args.dtype, args.device, args.weights)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(torch.long)
-    start = tokenizer.bos_token_id
+    start = None if args.no_start_token else start_token(model, tokenizer)
     skipped = 0
-    if start is not None and not args.no_start_token:
+    if start is not None:
         ids, skipped = torch.cat([torch.tensor([[start]]), ids], dim=1), 1
     if ids.shape[1] == 0:
-        raise ValueError("--prompt is empty and the tokenizer has no start token to begin with")
+        reason = "--no-start-token is given" if args.no_start_token else "the model has no start token"
+        raise ValueError(f"--prompt is empty and {reason}: there is no token to begin with")
     ids = ids.to(model.device)
     torch.manual_seed(args.seed)
     print(prompt, end="", flush=True)
@@ -80,6 +82,14 @@ def run(args: argparse.Namespace) -> None:
     write_results(args.json, "generate", facts)
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Beam search looks for the likeliest text: what only sampling can follow is refused with it."""
+    sampling = {"--temperature": args.temperature, "--top-k": args.top_k, "--top-p": args.top_p < 1}
+    given = [option for option, value in sampling.items() if value]
+    if args.beams > 1 and given:
+        raise ValueError(f"{given[0]} cannot be combined with --beams {args.beams}: beam search does not sample")
+
+
 def _prompt(given: str | None) -> str:
     """The option, or standard input; both must be text."""
     try:
@@ -93,14 +103,15 @@ def _prompt(given: str | None) -> str:
 
 def _settings(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
     end = None if args.ignore_eos else tokenizer.eos_token_id
+    chosen = 0.8 if args.temperature is None else args.temperature
     settings: dict[str, Any] = {
         "max_new_tokens": args.max_new_tokens,
         "num_beams": args.beams,
-        "do_sample": args.temperature > 0 and args.beams == 1,
+        "do_sample": chosen > 0 and args.beams == 1,
         "eos_token_id": end,
         "pad_token_id": 0 if end is None else end,
         "prefill_chunk_size": args.prefill_chunk,
     }
     if settings["do_sample"]:
-        settings |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+        settings |= {"temperature": chosen, "top_k": args.top_k, "top_p": args.top_p}
     return settings

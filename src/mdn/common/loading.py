@@ -116,6 +116,12 @@ def load_tokenizer(source: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(place)
 
 
+def start_token(model: Any, tokenizer: Any) -> int | None:
+    """The id that comes before a text: the one that the model was trained with, or else the tokenizer's."""
+    trained_with = model.generation_config.bos_token_id
+    return tokenizer.bos_token_id if trained_with is None else trained_with
+
+
 def refuse_non_finite(model: Any, place: str | Path) -> None:
     """A ValueError that names the first parameter with a NaN or an infinity in it."""
     import torch

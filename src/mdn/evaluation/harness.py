@@ -25,6 +25,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from mdn.common.files import read_json, write_atomically
+from mdn.common.loading import start_token
 from mdn.common.results import model_hash, provenance
 from mdn.evaluation.definitions import TASKS_FOLDER, definition_of
 from mdn.evaluation.local_data import LocalFile, MissingData, find_local_file, write_local_task
@@ -160,6 +161,7 @@ def _harness_model(subject: Subject, job: Job, settings: Settings) -> HFLM:
         tokenizer=subject.tokenizer,
         batch_size=settings.batch_size,
         max_length=job.max_length,
+        prefix_token_id=start_token(subject.model, subject.tokenizer),
     )
 
 

@@ -194,6 +194,7 @@ class RecipeTrainer(Trainer):
         self._last_inputs: dict[str, Any] = {}
         self._staging = False
         self._decayed = decayed_parameters(model, recipe.training.decay_gates)
+        self._start_token = model.config.bos_token_id
         refuse_sequence_parallelism(arguments.parallelism_config)
         super().__init__(
             model=model, args=arguments, train_dataset=dataset, data_collator=collator, processing_class=tokenizer
@@ -243,6 +244,11 @@ class RecipeTrainer(Trainer):
         scheduler._last_lr = rates  # what the Trainer reports as the rate of the coming step
         for group, rate in zip(scheduler.optimizer.param_groups, rates):
             group["lr"] = rate
+
+    def keep_start_token(self) -> None:
+        """Texts begin with the end-of-text id here. The Trainer has put the tokenizer's start token into the config."""
+        model: Any = self.model
+        model.config.bos_token_id = model.generation_config.bos_token_id = self._start_token
 
     # ---- the loss of a step, and the guard
 
