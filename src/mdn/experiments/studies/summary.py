@@ -169,7 +169,8 @@ def draw(content: dict[str, Any]) -> Any:
     columns = min(2, len(drawn))
     lines = -(-len(drawn) // columns)
     tallest = max(len(task["rows"]) for task in tasks)
-    size = (4.8 * columns + 0.4, lines * max(2.2, 0.27 * tallest + 1.0) + 0.3)
+    beside = 2.8 if len(drawn) > len(tasks) else 0.0  # the legend of the curves
+    size = (4.8 * columns + 0.4 + beside, lines * max(2.2, 0.27 * tallest + 1.0) + 0.3)
     fig, axes = figure("", rows=lines, columns=columns, size=size)
     panels = [axes] if len(drawn) == 1 else list(axes.flat)
     for axis, (draw_panel, task) in zip(panels, drawn):
