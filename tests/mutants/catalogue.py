@@ -360,9 +360,9 @@ MUTANTS = (
     ),
     Mutant(
         "torch",
-        "a step does not write back into a state with gaps",
+        "a step does not write back into its slots",
         "first_order/reference.py",
-        "        state.copy_(S.view(state.shape))\n",
+        "        state.index_copy_(0, state_indices, S)\n",
         "        pass\n",
     ),
     Mutant(
@@ -397,8 +397,8 @@ MUTANTS = (
         "torch",
         "vector decay: rwkv7 drops what its erase key finds inside the chunk",
         VECTOR,
-        "o = o + qe[0] @ probed",
-        "o = o + 0 * qe[0] @ probed",
+        "o = o + matmul(qe[0], probed)",
+        "o = o + 0 * matmul(qe[0], probed)",
     ),
     Mutant(
         "torch",

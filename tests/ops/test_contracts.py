@@ -10,6 +10,7 @@ from mdn.ops import (
     chunk_momentum_delta_rule,
     chunk_vector_momentum_delta_rule,
     fused_recurrent_momentum_delta_rule,
+    momentum_delta_step,
     recurrent_momentum_delta_rule,
 )
 
@@ -25,6 +26,28 @@ def test_a_backend_requested_for_blocks_is_torch_or_refused() -> None:
     blockwise_momentum_delta_rule(**plain_inputs(), backend="torch")
     with pytest.raises(ValueError, match="backend='cpu' cannot be used here: blockwise momentum"):
         blockwise_momentum_delta_rule(**plain_inputs(), backend="cpu")
+
+
+@pytest.mark.parametrize("form", [chunk_momentum_delta_rule, recurrent_momentum_delta_rule])
+def test_a_backward_pass_inside_autocast_has_the_gradients_of_one_outside(form) -> None:
+    def gradients() -> tuple[torch.Tensor, ...]:
+        inputs = {name: x.requires_grad_() for name, x in plain_inputs().items()}
+        return torch.autograd.grad(form(**inputs, lookahead=True).o.square().sum(), list(inputs.values()))
+
+    expected = gradients()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_batch_without_rows_is_computed_in_every_form() -> None:
+    inputs = {name: x[:0] for name, x in plain_inputs().items()}
+    for form in (chunk_momentum_delta_rule, recurrent_momentum_delta_rule, blockwise_momentum_delta_rule):
+        o, state = form(**inputs, output_final_state=True)
+        assert (o.shape, state.shape) == ((0, 9, 2, 8), (2, 0, 2, 8, 8))
+    token = {name: x[:, 0] for name, x in inputs.items()}
+    for backend in ("torch", "cpu"):
+        assert momentum_delta_step(**token, state=torch.empty(2, 0, 2, 8, 8), backend=backend).shape == (0, 2, 8)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])

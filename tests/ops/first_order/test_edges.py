@@ -359,6 +359,18 @@ def test_meta_tensors_have_shapes_in_every_form(rule: str):
 
 
 @ON_EVERY_BACKEND
+def test_a_batch_without_rows_is_computed_in_every_form(rule: str, backend: str):
+    tensors = {name: x[:0] for name, x in arguments(rule, T=5, dtype=torch.float32).items()}
+    for form, options in ((chunk, {"backend": backend}), (recurrent, {})):
+        o, state = form(rule)(**tensors, output_final_state=True, **options)
+        assert o.shape == (0, 5, 2, 6)
+        assert (state[0] if isinstance(state, tuple) else state).shape == (0, 2, 8, 6)
+    one, none = {name: x[:, 0] for name, x in tensors.items()}, torch.empty(0, dtype=torch.long)
+    assert step(rule)(**one, state=slots(0), backend=backend).shape == (0, 2, 6)
+    assert step(rule)(**one, state=slots(3), state_indices=none, backend=backend).shape == (0, 2, 6)
+
+
+@ON_EVERY_BACKEND
 def test_autocast_does_not_change_a_step(rule: str, backend: str):
     states = [random_state(rule, 2, dtype=torch.float32) for _ in range(2)]
     states = [state[0] if isinstance(state, tuple) else state for state in states]

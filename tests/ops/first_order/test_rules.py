@@ -1,10 +1,12 @@
 """The first-order rules: finite differences, and what torch's modes may not change. Results: test_conformance.py."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from first_order_cases import RULES, arguments, chunk, flat, random_state
+from first_order_cases import RULES, arguments, chunk, flat, random_state, recurrent
 from mdn.ops import SequenceBoundaries
 from mdn.ops.first_order.chunk_vector import decayed_products
 
@@ -46,6 +48,21 @@ def test_autocast_does_not_lower_the_precision_of_the_state():
     outside = chunk("gated_delta_rule")(**tensors, output_final_state=True)
     for x, y in zip(inside, outside):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("form", ["torch", "cpu", "recurrent"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_backward_pass_inside_autocast_has_the_gradients_of_one_outside(rule: str, form: str):
+    compute = recurrent(rule) if form == "recurrent" else partial(chunk(rule), backend=form)
+
+    def gradients() -> tuple[Tensor, ...]:
+        leaves = {name: x.requires_grad_() for name, x in arguments(rule, T=20, dtype=torch.float32).items()}
+        return torch.autograd.grad(compute(**leaves)[0].square().sum(), list(leaves.values()))
+
+    expected = gradients()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 def test_decayed_scores_equal_their_sum_written_out():

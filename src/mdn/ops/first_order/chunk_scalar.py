@@ -33,6 +33,7 @@ from mdn.ops.chunking import chunk_scan
 from mdn.ops.cpu import KernelTensors
 from mdn.ops.first_order.first_derivative import first_derivative_only
 from mdn.ops.first_order.inputs import FirstOrderTensors, PreparedTensors, expand_heads
+from mdn.ops.first_order.products import matmul, solve_unit_lower
 from mdn.ops.first_order.state_scan import state_scan
 from mdn.ops.momentum.chunk_math import segment_decay
 from mdn.ops.momentum.interface import RuleOptions
@@ -59,24 +60,17 @@ def chunk_scalar_decay(
         whole = abar[..., -1:, :]
         if x.p is None:
             residual = v
-            starts, _, final = state_scan(whole, S0, scan.rounds, added=writes.transpose(-1, -2) @ v)
+            starts, _, final = state_scan(whole, S0, scan.rounds, added=matmul(writes.mT, v))
         else:
             p = scan.split(x.p)
-            erase = (p @ k.transpose(-1, -2)) * one_row_down(gamma_S)
+            erase = matmul(p, k.mT) * one_row_down(gamma_S)
             values, probes = solve_unit_lower(erase, v, one_row_down(abar, first=1.0) * p)
             starts, residual, final = state_scan(whole, S0, scan.rounds, values, probes, writes)
         if not outputs:
             return v.new_empty(0), scan.unrank_states(final)
-        attend = (q @ k.transpose(-1, -2)) * gamma_S
-        o = (abar * q) @ starts + attend @ residual
+        attend = matmul(q, k.mT) * gamma_S
+        o = matmul(abar * q, starts) + matmul(attend, residual)
     return scan.join(o), scan.unrank_states(final)
-
-
-def solve_unit_lower(erase: Tensor, values: Tensor, probes: Tensor) -> tuple[Tensor, Tensor]:
-    """(I + erase)^-1 applied to values ``[..., C, V]`` and probes ``[..., C, K]`` by substitution."""
-    both = torch.linalg.solve_triangular(erase, torch.cat([values, probes], -1), upper=False, unitriangular=True)
-    values, probes = both.split([values.shape[-1], probes.shape[-1]], -1)
-    return values, probes
 
 
 def one_row_down(x: Tensor, first: float = 0.0) -> Tensor:

@@ -29,9 +29,10 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.chunking import chunk_scan
-from mdn.ops.first_order.chunk_scalar import one_row_down, solve_unit_lower
+from mdn.ops.first_order.chunk_scalar import one_row_down
 from mdn.ops.first_order.first_derivative import first_derivative_only
 from mdn.ops.first_order.inputs import PreparedTensors
+from mdn.ops.first_order.products import matmul, solve_unit_lower
 from mdn.ops.first_order.state_scan import state_scan
 from mdn.ops.pairwise import Pairs, in_pairs, levels
 from mdn.ops.shared_checks import without_autocast
@@ -63,7 +64,7 @@ def chunk_vector_decay(
         products = _unstacked(decayed_products(_stacked(late), _stacked(early), log_alpha), -4) if late else ()
         written, probed = v, None
         if p is None:
-            starts, _, final = state_scan(whole, S0, scan.rounds, added=(k * to_end).transpose(-1, -2) @ v)
+            starts, _, final = state_scan(whole, S0, scan.rounds, added=matmul((k * to_end).mT, v))
         else:
             probes = p * one_row_down(abar, first=1.0)
             pk, *pe = _unstacked(one_row_down(products[-1]), -3)
@@ -71,15 +72,15 @@ def chunk_vector_decay(
                 values, probes = solve_unit_lower(pk, v, probes)  # (33): KDA
                 starts, written, final = state_scan(whole, S0, scan.rounds, values, probes, k * to_end)
             else:
-                values, probes = solve_unit_lower(-pe[0], pk @ v, -probes)  # (33): RWKV-7
-                added = (k * to_end).transpose(-1, -2) @ v
+                values, probes = solve_unit_lower(-pe[0], matmul(pk, v), -probes)  # (33): RWKV-7
+                added = matmul((k * to_end).mT, v)
                 starts, probed, final = state_scan(whole, S0, scan.rounds, values, probes, e * to_end, added)
         if not outputs:
             return v.new_empty(0), scan.unrank_states(final)
         qk, *qe = _unstacked(products[0], -3)
-        o = (q * abar) @ starts + qk @ written  # (34)
+        o = matmul(q * abar, starts) + matmul(qk, written)  # (34)
         if probed is not None:
-            o = o + qe[0] @ probed
+            o = o + matmul(qe[0], probed)
     return scan.join(o), scan.unrank_states(final)
 
 

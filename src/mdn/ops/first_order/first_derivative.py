@@ -1,4 +1,4 @@
-"""Hand-written backward passes that are not differentiable themselves, and say so.
+"""Hand-written backward passes: computed without autocast, not differentiable themselves, and they say so.
 
 ``torch.autograd.function.once_differentiable`` returns gradients without edges to what they were computed from. So
 ``torch.autograd.grad(..., inputs=...)`` of such a gradient does not meet torch's error: it finds no path, and what it
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from mdn.ops.shared_checks import without_autocast
 
 MESSAGE = (
     "the chunkwise first-order rules have no second derivative; use the rule's recurrent_* function, which is plain "
@@ -29,7 +31,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
         saved = ctx.saved_tensors
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(gradients[0]):
             found = backward(ctx, saved, *gradients)
         if not torch.is_grad_enabled():  # no create_graph: nobody differentiates them
             return found

@@ -42,8 +42,7 @@ def recurrent_form(
 
 
 def _next_state(S: Tensor, x: PreparedTensors) -> Tensor:
-    alpha = x.log_alpha.exp()
-    decayed = alpha.reshape(*S.shape[:2], -1, 1) * S
+    decayed = _of_rows(x.log_alpha.exp()) * S
     write = x.k if x.beta is None else x.beta.unsqueeze(-1) * x.k
     if x.p is None:
         return decayed + _outer(write, x.v)
@@ -53,8 +52,14 @@ def _next_state(S: Tensor, x: PreparedTensors) -> Tensor:
 
 
 def _read(S: Tensor, key: Tensor) -> Tensor:
-    """S^T key: ``[B, HV, K, V]``, ``[B, HV, K]`` -> ``[B, HV, V]``."""
-    return torch.einsum("bhkv,bhk->bhv", S, key)
+    """S^T key: ``[B, HV, K, V]``, ``[B, HV, K]`` -> ``[B, HV, V]``. No matrix product: where ``backward()`` is called
+    inside an autocast block, torch would round the gradients of one to bfloat16."""
+    return (key.unsqueeze(-1) * S).sum(-2)
+
+
+def _of_rows(decay: Tensor) -> Tensor:
+    """``[B, HV]`` or ``[B, HV, K]`` as a factor of the rows of S, ``[B, HV, 1 or K, 1]``."""
+    return decay.unsqueeze(-1) if decay.dim() == 3 else decay[..., None, None]
 
 
 def _outer(key: Tensor, value: Tensor) -> Tensor:
@@ -63,21 +68,16 @@ def _outer(key: Tensor, value: Tensor) -> Tensor:
 
 def step_(x: PreparedTensors, state: Tensor, state_indices: Tensor | None, scale: float) -> Tensor:
     """One token, ``[B, HV, D]``; ``state`` ``[slots, HV, K, V]`` changes in place. Returns o = scale * S^T q."""
-    batch, heads, key_dim, value_dim = *x.k.shape, x.v.shape[-1]
     S = state if state_indices is None else state.index_select(0, state_indices)
-    S = S.contiguous().view(batch * heads, key_dim, value_dim)
-    q, k, v = x.q.reshape(-1, 1, key_dim), x.k.reshape(-1, key_dim, 1), x.v.reshape(-1, 1, value_dim)
-    probed = None if x.p is None else x.p.reshape(-1, 1, key_dim) @ S
+    q, k, v = x.q.unsqueeze(-2), x.k.unsqueeze(-1), x.v.unsqueeze(-2)  # [B, HV, 1, K], [.., K, 1], [.., 1, V]
     if x.beta is not None:
-        k = x.beta.reshape(-1, 1, 1) * k
+        k = x.beta[..., None, None] * k
+    probed = None if x.p is None else x.p.unsqueeze(-2) @ S  # [B, HV, 1, V]
     if probed is not None and x.erase_key is None:
         v = v - probed
-    S.mul_(x.log_alpha.exp().reshape(batch * heads, -1, 1)).baddbmm_(k, v)
+    S.mul_(_of_rows(x.log_alpha.exp())).addcmul_(k, v)
     if probed is not None and x.erase_key is not None:
-        S.baddbmm_(x.erase_key.reshape(-1, key_dim, 1), probed)
-    o = torch.baddbmm(v, q, S, beta=0, alpha=scale).view(batch, heads, value_dim)  # beta=0: v lends its shape only
+        S.addcmul_(x.erase_key.unsqueeze(-1), probed)
     if state_indices is not None:
-        state.index_copy_(0, state_indices, S.view(batch, heads, key_dim, value_dim))
-    elif not state.is_contiguous():
-        state.copy_(S.view(state.shape))
-    return o
+        state.index_copy_(0, state_indices, S)
+    return scale * (q @ S).squeeze(-2)

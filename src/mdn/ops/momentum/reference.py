@@ -118,14 +118,20 @@ def _token_by_token(inputs: TokenInputs, state: Tensor, lookahead: bool) -> tupl
     outputs = []
     for t in range(q.shape[1]):
         state_at_probe = alpha[:, t] * S - beta[:, t] * mu[:, t] * M if lookahead else S  # (22)
-        residual = v[:, t] - torch.einsum("bhk,bhkv->bhv", p[:, t], state_at_probe)
+        residual = v[:, t] - _read(state_at_probe, p[:, t])
         M = mu[:, t] * M - torch.einsum("bhk,bhv->bhkv", eta[:, t, :, None] * k[:, t], residual)
         S = alpha[:, t] * S - beta[:, t] * M
         if direct is not None:
             S = S + torch.einsum("bhk,bhv->bhkv", direct[:, t, :, None] * k[:, t], residual)
-        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+        outputs.append(_read(S, q[:, t]))
     o = torch.stack(outputs, dim=1) if outputs else torch.empty_like(v)
     return o, torch.stack([S, M])
+
+
+def _read(S: Tensor, key: Tensor) -> Tensor:
+    """S^T key: [B, HV, K, V], [B, HV, K] -> [B, HV, V]. No matrix product: where ``backward()`` is called inside an
+    autocast block, torch would round the gradients of one to bfloat16."""
+    return (key.unsqueeze(-1) * S).sum(-2)
 
 
 def _block_by_block(inputs: TokenInputs, state: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -157,8 +163,8 @@ def _block_by_block(inputs: TokenInputs, state: Tensor, block_size: int) -> tupl
 
 def _cut(x: Tensor, size: int) -> Tensor:
     """[B, T, HV, ...] to [blocks, B HV, C, ...]: the chunker's order with rows and heads as one."""
-    chunks = chunk_scan(x, None, size).split(x)  # [blocks * B, HV, C, ...]
-    return chunks.reshape(-1, x.shape[0] * x.shape[2], *chunks.shape[2:])
+    chunks, blocks = chunk_scan(x, None, size).split(x), -(-x.shape[1] // size)  # [blocks * B, HV, C, ...]
+    return chunks.reshape(blocks, x.shape[0] * x.shape[2], *chunks.shape[2:])
 
 
 def per_row(gate: Tensor, like: Tensor) -> Tensor:
