@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from mdn.cli import main
+from mdn.common.loading import import_plugins
 from mdn.layers import MIXERS
 from mdn.training.corpus import CORPORA
 from mdn.training.recipe import to_yaml
@@ -44,6 +45,12 @@ CORPORA["numbers"] = Counting
 '''
 
 
+def forget_plugins() -> None:
+    """As in a new process."""
+    for name in [name for name in sys.modules if name.startswith("mdn_plugin_")]:
+        del sys.modules[name]
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Iterator[Path]:
     content = yaml.safe_load(to_yaml(tiny_recipe(tmp_path, training={"steps": 2})))
@@ -55,7 +62,7 @@ def recipe(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "own.yaml"
     MIXERS.pop("renamed", None)
     CORPORA.pop("numbers", None)
-    sys.modules.pop("mdn_plugin_mine", None)
+    forget_plugins()
 
 
 def test_a_recipe_trains_with_a_users_own_mixer_and_corpus(
@@ -66,12 +73,35 @@ def test_a_recipe_trains_with_a_users_own_mixer_and_corpus(
     printed = capsys.readouterr().out
     assert "renamed" in printed
     MIXERS.pop("renamed")
-    sys.modules.pop("mdn_plugin_mine")
-    run = recipe.parent / "run"
-    assert main(["generate", str(run), "--prompt", "1 2", "--max-new-tokens", "2"]) == 2  # nothing is imported unasked
-    assert "renamed" in capsys.readouterr().err
-    monkeypatch.setenv("MDN_PLUGINS", str(recipe.parent / "mine.py"))
-    assert main(["generate", str(run), "--prompt", "1 2", "--max-new-tokens", "2"]) == 0
+    forget_plugins()
+    run, tuned = recipe.parent / "run", recipe.parent / "tuned.yaml"
+    content = yaml.safe_load(to_yaml(tiny_recipe(recipe.parent, "tuned", training={"steps": 1})))
+    tuned.write_text(yaml.safe_dump(content | {"model": {"init_from": str(run)}}))
+    commands = [
+        ["generate", str(run), "--prompt", "1 2", "--max-new-tokens", "2"],
+        ["info", str(run)],
+        ["convert", str(run), str(recipe.parent / "converted")],
+        ["train", str(tuned)],
+    ]
+    for command in commands:
+        monkeypatch.delenv("MDN_PLUGINS", raising=False)
+        assert main(command) == 2  # nothing is imported unasked
+        assert "renamed" in capsys.readouterr().err
+        monkeypatch.setenv("MDN_PLUGINS", str(recipe.parent / "mine.py"))
+        assert main(command) == 0
+        MIXERS.pop("renamed")
+        forget_plugins()
+
+
+def test_plugin_files_of_the_same_name_are_all_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(f"import sys\nsys.mdn_imports_of_test.append({folder!r})")
+    monkeypatch.setattr(sys, "mdn_imports_of_test", [], raising=False)
+    monkeypatch.chdir(tmp_path)
+    import_plugins(["x/mine.py", "y/mine.py", str(tmp_path / "x" / "mine.py"), "./y/mine.py"])
+    assert sys.mdn_imports_of_test == ["x", "y"]  # type: ignore[attr-defined]
+    forget_plugins()
 
 
 def test_a_plugin_that_fails_is_named_with_its_error(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,9 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from mdn.common.files import share
-    from mdn.common.loading import resolve_model
+    from mdn.common.loading import import_plugins_of_environment, resolve_model
     from mdn.models.convert import read_checkpoint, write_model
 
+    import_plugins_of_environment()
     source = Path(resolve_model(args.source)) if args.source.is_dir() else args.source
     conversion = read_checkpoint(source, progress=True)
     write_model(conversion, source, args.target)

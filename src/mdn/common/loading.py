@@ -8,6 +8,7 @@ has another shape or holds NaN is an error, not a random initial value.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import itertools
@@ -143,7 +144,7 @@ def import_plugins(plugins: Iterable[str]) -> None:
     """Import a user's modules, which register mixers or corpora: each a file `.../name.py` or the name of a module."""
     for plugin in plugins:
         is_file = plugin.endswith(".py") or os.sep in plugin
-        name = f"mdn_plugin_{Path(plugin).stem}" if is_file else plugin
+        name = plugin_module_name(plugin) if is_file else plugin
         if name in sys.modules:
             continue
         try:
@@ -160,6 +161,12 @@ def import_plugins(plugins: Iterable[str]) -> None:
             raise ValueError(
                 f"plugin {plugin!r} cannot be imported: {type(error).__name__}: {one_line(error)}"
             ) from error
+
+
+def plugin_module_name(file: str) -> str:
+    """Files of the same name in different folders are different modules; two paths to one file are the same one."""
+    path = Path(file).expanduser().resolve()
+    return f"mdn_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
 
 @contextmanager

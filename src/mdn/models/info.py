@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from mdn.common.files import read_json
-from mdn.common.loading import resolve_model
+from mdn.common.loading import import_plugins_of_environment, resolve_model
 from mdn.layers import ChannelMixing, Mixer, RMSNorm
 from mdn.models.config import MomentumDeltaNetConfig
 from mdn.models.modeling import GatedMLP, MomentumDeltaNetForCausalLM
@@ -50,6 +50,7 @@ def shipped_configs() -> dict[str, Path]:
 
 def load_config(source: str) -> MomentumDeltaNetConfig:
     """A config by the name of a shipped one (``mdn_400M``), a JSON file, a model directory or a Hub id."""
+    import_plugins_of_environment()
     shipped = shipped_configs()
     if source in shipped or Path(source).is_file():
         path = shipped.get(source, Path(source))
