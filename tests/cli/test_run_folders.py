@@ -14,6 +14,7 @@ import torch
 from eval_support import make_tokenizer
 from mdn.analysis.recording import load_model_and_tokens
 from mdn.cli import main
+from mdn.cli.train import next_commands
 from mdn.models import MomentumDeltaNetForCausalLM
 from mdn.training.run import train
 from training_support import tiny_recipe
@@ -97,6 +98,17 @@ def test_what_a_finished_run_prints_as_next_commands_works(
         assert Path(program).name == "mdn"
         assert main(words) == 0, command
     assert "lengthened from 4 to 8 steps" in capsys.readouterr().err
+
+
+def test_a_run_whose_recipe_counts_tokens_is_lengthened_as_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_recipe(tmp_path, training={"steps": None, "tokens": 256}, logging={"gates_every": 0})
+    summary = train(recipe).summary
+    assert summary is not None
+    words = shlex.split(next_commands(summary, tmp_path / "run")[-1].split("    #")[0])[1:]
+    assert main(words) == 0
+    assert "lengthened from 2 to 4 steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("start", ["<s>", None])

@@ -48,7 +48,8 @@ OTHERS = {
         ("training.steps", r"'training.steps' is not of the form key=value"),
         ("training.steps.more=1", r"training.steps is a value, not a block"),
         ("training.sequence_length=100", r"batch_tokens must be a multiple of training.sequence_length"),
-        ("training.tokens=1", r"give training.steps or training.tokens, not both"),
+        ("training={steps: 3, tokens: 9}", r"give training.steps or training.tokens, not both"),
+        ("training.tokens=1", r"training.tokens must be at least training.batch_tokens"),
         ("data.source=hub", r"data.dataset is missing, but data.source is hub"),
         ("data.source=flies", r"data.source must be one of stdlib, files, hub .* got 'flies'"),
         ("tokenizer.kind=pretrained", r"tokenizer.path is needed when tokenizer.kind is pretrained"),
@@ -112,6 +113,23 @@ def test_a_run_with_another_mixer_gets_its_own_directory() -> None:
     assert load_recipe("demo").output_dir == Path("runs/demo")
     assert load_recipe("demo", ["model.mixer=gated_deltanet"]).output_dir == Path("runs/demo-mixer=gated_deltanet")
     assert load_recipe("demo", ["logging.log_every=1"]).output_dir == Path("runs/demo")
+
+
+def test_a_folder_named_like_a_packaged_recipe_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert load_recipe("demo").output_dir == Path("runs/demo")
+    (tmp_path / "demo" / "recipe.yaml").write_text(to_yaml(load_recipe("demo")))
+    assert load_recipe("demo").output_dir == Path("demo")  # now it is a run folder
+
+
+def test_an_override_of_the_length_replaces_the_other_way_to_say_it() -> None:
+    tokens = load_recipe("demo", ["training.tokens=1048576"]).training
+    assert tokens.steps is None
+    assert tokens.total_steps == 1048576 // tokens.batch_tokens
+    assert load_recipe("demo", ["training.tokens=null"]).training.steps is not None
+    with pytest.raises(ValueError, match=r"give training.steps or training.tokens, not both; got steps=3, tokens=9000"):
+        load_recipe("demo", ["training.steps=3", "training.tokens=9000"])
 
 
 def test_the_packaged_recipes_are_those_of_the_paper() -> None:
@@ -182,5 +200,6 @@ def test_a_dry_run_prints_the_recipe_its_sizes_and_the_launch_line(
 
 
 def test_the_table_of_keys_in_the_docs_is_complete_and_true() -> None:
+    assert "| `logging.log_every` | `10` | steps between the points of TensorBoard's training curves |" in field_table()
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     assert field_table() in page  # `mdn train --fields` prints it

@@ -64,6 +64,8 @@ def test_a_converted_model_can_be_tuned(trained: Path, tmp_path: Path) -> None:
     [
         (["model.hidden_size=48"], "does not fit the recipe's model"),
         (["model.config=mdn_tiny"], "model.config and model.init_from are both given"),
+        (["model.init_from=nobody/model"], "model.init_from 'nobody/model' is not a directory here: download it first"),
+        (["model.init_from=PACKED"], "has int8 weights: packed weights cannot be trained; give the model"),
         (["model.init_from=nowhere"], "'nowhere' is neither a model directory, a run folder nor a Hub id"),
         (["tokenizer={kind: bpe, vocab_size: 257}"], "was trained with another tokenizer"),
     ],
@@ -71,6 +73,9 @@ def test_a_converted_model_can_be_tuned(trained: Path, tmp_path: Path) -> None:
 def test_what_does_not_fit_the_model_is_refused(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
 ) -> None:
-    path = write_recipe(trained, tmp_path)
+    path, packed = write_recipe(trained, tmp_path), str(tmp_path / "packed")
+    if "model.init_from=PACKED" in overrides:
+        assert main(["quantize", str(trained / "run"), packed, "--weights", "int8"]) == 0
+    overrides = [override.replace("PACKED", packed) for override in overrides]
     assert main(["train", str(path), *overrides, f"output={tmp_path / 'out'}"]) == 2
     assert message in capsys.readouterr().err

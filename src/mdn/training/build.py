@@ -15,7 +15,13 @@ from transformers import set_seed
 from mdn.common.errors import nearest, one_line
 from mdn.common.files import read_json, sha256_of
 from mdn.common.hardware import physical_memory
-from mdn.common.loading import import_plugins, load_model, load_tokenizer, resolve_model
+from mdn.common.loading import (
+    import_plugins,
+    import_plugins_of_environment,
+    load_model,
+    load_tokenizer,
+    resolve_model,
+)
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
 from mdn.models.config import of_this_version
 from mdn.models.info import shipped_configs
@@ -26,16 +32,39 @@ from mdn.training.recipe import Recipe
 _NOT_FIELDS = {"model_type", "architectures", "transformers_version", "mdn_version", "torch_dtype", "dtype", "auto_map"}
 
 
+def _fields_in(path: Path) -> dict[str, Any]:
+    return {key: value for key, value in of_this_version(read_json(path)).items() if key not in _NOT_FIELDS}
+
+
 def _named_config(name: str) -> dict[str, Any]:
+    """The fields of the config that `model.config` names."""
     shipped = shipped_configs()
     for path in (shipped.get(name), Path(name), Path(name) / "config.json"):
         if path is not None and path.is_file():
-            return {key: value for key, value in of_this_version(read_json(path)).items() if key not in _NOT_FIELDS}
+            return _fields_in(path)
     raise ValueError(f"model.config {name!r} is neither a file nor one of {', '.join(shipped)}{nearest(name, shipped)}")
+
+
+def _initial_config(source: str) -> dict[str, Any]:
+    """The fields of the config of the model that `model.init_from` names."""
+    place = Path(resolve_model(source))
+    if not place.is_dir():
+        raise ValueError(
+            f"model.init_from {source!r} is not a directory here: download it first, for example with "
+            f"`hf download {source} --local-dir DIR`"
+        )
+    fields = _fields_in(place / "config.json")
+    if fields.get("weight_format") is not None:
+        raise ValueError(
+            f"model.init_from {source!r} has {fields['weight_format']} weights: packed weights cannot be trained; give "
+            "the model that they were packed from"
+        )
+    return fields
 
 
 def model_config(recipe: Recipe, vocab_size: int, end_id: int) -> MomentumDeltaNetConfig:
     """The config the recipe describes; unknown fields are errors that name the nearest known one."""
+    import_plugins_of_environment()
     import_plugins(recipe.plugins)
     fields = dict(recipe.model)
     config, init_from = fields.pop("config", None), fields.pop("init_from", None)
@@ -48,7 +77,7 @@ def model_config(recipe: Recipe, vocab_size: int, end_id: int) -> MomentumDeltaN
             raise ValueError(f"recipe {recipe.name}: unknown key 'model.{name}'{close}")
     base: dict[str, Any] = {}
     if init_from is not None:
-        base = _named_config(resolve_model(str(init_from)))
+        base = _initial_config(str(init_from))
         fields.setdefault("vocab_size", base.get("vocab_size", vocab_size))
     elif config is not None:
         base = _named_config(str(config))

@@ -156,7 +156,7 @@ class TrainingSettings(Block):
 class LoggingSettings(Block):
     """What is written while training runs, in steps. 0 switches the thing off."""
 
-    log_every: int = Field(10, ge=1, description="steps between lines of the progress bar and TensorBoard")
+    log_every: int = Field(10, ge=1, description="steps between the points of TensorBoard's training curves")
     gates_every: int = Field(100, ge=0, description="steps between gate statistics and state norms")
     evaluate_every: int = Field(
         0, ge=0, description="steps between held-out evaluations; there is one at the end anyway"
@@ -344,15 +344,25 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = find_recipe(name)
     content = read_recipe(path)
-    if Path(name).is_dir():
+    if path == Path(name) / "recipe.yaml":  # a folder of the same name as a packaged recipe is no run
         content["output"] = str(name)
     for override in overrides:
         apply_override(content, override)
+    _replace_length(content, overrides)
     _take_tokenizer_of_initial_model(content)
     recipe = validate(content, str(path))
     if overrides and recipe.output is None:
         recipe = recipe.model_copy(update={"output": str(Path("runs") / (recipe.name + _suffix(overrides)))})
     return recipe
+
+
+def _replace_length(content: dict[str, Any], overrides: Sequence[str]) -> None:
+    """A recipe has steps or tokens: an override of one replaces the other, unless both are overridden."""
+    keys, training = {override.partition("=")[0].strip() for override in overrides}, content.get("training")
+    for given, other in (("steps", "tokens"), ("tokens", "steps")):
+        alone = f"training.{given}" in keys and f"training.{other}" not in keys
+        if alone and isinstance(training, dict) and training[given] is not None:
+            training[other] = None
 
 
 def _take_tokenizer_of_initial_model(content: dict[str, Any]) -> None:
