@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -125,3 +127,18 @@ def test_the_cache_is_bounded_in_bytes_and_keeps_what_was_used_last() -> None:
         assert get(key) == key
     assert made == [1, 2, 3, 2]
     assert cache.used <= 100
+
+
+def test_two_threads_that_make_the_same_value_count_it_once() -> None:
+    cache = ByteCache(100)
+    both_missed = threading.Barrier(2)
+
+    def make() -> int:
+        both_missed.wait(timeout=60)
+        return 1
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda _: cache.get("key", make, lambda value: 40), range(2))) == [1, 1]
+    assert cache.used == 40
+    assert cache.get("other", lambda: 2, lambda value: 40) == 2
+    assert cache.get("key", lambda: 3, lambda value: 40) == 1

@@ -31,8 +31,10 @@ model. The cache is bounded in bytes.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -64,27 +66,41 @@ Value = TypeVar("Value")
 
 
 class ByteCache(Generic[Value]):
-    """The most recently used values, as many as fit into ``limit`` bytes (the last one always does)."""
+    """The most recently used values, as many as fit into ``limit`` bytes (the last one always does). Threads may share
+    it; two that miss the same key at once both make its value."""
 
     def __init__(self, limit: int):
         self.limit, self.used = limit, 0
         self._values: OrderedDict[Any, tuple[Value, int]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def get(self, key: Any, make: Callable[[], Value], size_of: Callable[[Value], int]) -> Value:
-        if key in self._values:
-            self._values.move_to_end(key)
-            return self._values[key][0]
+        with self._locked():
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key][0]
         with torch.inference_mode(False):  # what is made in inference mode could not be used for training later
             value = make()
-        self._values[key] = value, size_of(value)
-        self.used += size_of(value)
-        while self.used > self.limit and len(self._values) > 1:
-            self.used -= self._values.popitem(last=False)[1][1]
+        with self._locked():
+            self._put(key, value, size_of(value))
         return value
 
+    def _put(self, key: Any, value: Value, size: int) -> None:
+        if key in self._values:
+            self.used -= self._values.pop(key)[1]
+        self._values[key] = value, size
+        self.used += size
+        while self.used > self.limit and len(self._values) > 1:
+            self.used -= self._values.popitem(last=False)[1][1]
+
+    def _locked(self) -> AbstractContextManager[Any]:
+        """A compiler cannot trace a lock; it runs this code in one thread."""
+        return nullcontext() if torch.compiler.is_compiling() else self._lock
+
     def clear(self) -> None:
-        self._values.clear()
-        self.used = 0
+        with self._locked():
+            self._values.clear()
+            self.used = 0
 
 
 CACHE_BYTES = 16 * 2**20
@@ -135,11 +151,11 @@ class PackScan:
         order = _longest_first(range(len(lengths)), lengths)
         chunks, self.rounds = _rounds([-(-lengths[n] // chunk_size) for n in order])
         self.chunk_size = chunk_size
-        starts = torch.tensor([boundaries.offsets[order[rank]] + r * chunk_size for r, rank in chunks])
-        ends = torch.tensor([boundaries.offsets[order[rank] + 1] for _, rank in chunks])
-        tokens = starts.long().reshape(-1, 1) + torch.arange(chunk_size)  # [chunks, C]
-        inside = tokens < ends.long().reshape(-1, 1)
-        places = torch.empty(total, dtype=torch.int64)
+        starts = _on_host([boundaries.offsets[order[rank]] + r * chunk_size for r, rank in chunks])
+        ends = _on_host([boundaries.offsets[order[rank] + 1] for _, rank in chunks])
+        tokens = starts.reshape(-1, 1) + torch.arange(chunk_size, device="cpu")  # [chunks, C]
+        inside = tokens < ends.reshape(-1, 1)
+        places = torch.empty(total, dtype=torch.int64, device="cpu")
         places[tokens[inside]] = inside.reshape(-1).nonzero().squeeze(-1)
         # Missing tokens are read from one row of zeros behind the last token.
         self.tokens = torch.where(inside, tokens, total).reshape(-1).to(device)  # [chunks * C]
@@ -390,4 +406,9 @@ def chunk_indices(boundaries: SequenceBoundaries, chunk_size: int) -> Tensor:
 def _make_chunk_indices(offsets: tuple[int, ...], chunk_size: int, device: torch.device) -> Tensor:
     counts = [-(-(end - start) // chunk_size) for start, end in pairwise(offsets)]
     pairs = [(n, c) for n, count in enumerate(counts) for c in range(count)]
-    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).to(device, non_blocking=True)
+    return _on_host(pairs).reshape(-1, 2).to(device, non_blocking=True)
+
+
+def _on_host(numbers: Sequence[Any]) -> Tensor:
+    """int64 in the host's memory, whatever torch's default device is."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
