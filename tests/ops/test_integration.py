@@ -1,20 +1,31 @@
-"""The op inside torch: compile, autocast, inference mode and meta tensors."""
+"""The ops inside torch: compile, autocast, inference mode, meta tensors, global defaults, recordings, versions."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from conformance import torch_chunk
-from definition import Tensors, leaves, make_inputs, relative_error, run_with_gradients
+from conformance import public_function, torch_chunk
+from definition import FIRST_ORDER, Tensors, leaves, make_inputs, relative_error, run_with_gradients
 from mdn.ops import (
     chunk_momentum_delta_rule,
     fused_recurrent_momentum_delta_rule,
     momentum_delta_step,
     recurrent_momentum_delta_rule,
 )
+from mdn.ops.cpu.program import record
+
+
+def in_another_process(code: str, *arguments: str) -> None:
+    """For what may end the process."""
+    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def squared(inputs: Tensors, **options) -> tuple[Tensor, Tensor]:
@@ -187,3 +198,103 @@ def test_the_meta_device_gives_shapes_and_gradients_of_the_right_shape(backend: 
     o.sum().backward()
     for name, x in inputs.items():
         assert x.grad.shape == x.shape, name
+
+
+# ------------------------------------------------------------------------------------------------- torch's global state
+
+DEFAULTS = """
+import sys
+import torch
+from definition import leaves, make_inputs
+from mdn import ops
+from mdn.ops.fused import linear
+
+backend, default = sys.argv[1:]
+pack = ops.SequenceBoundaries.from_lengths([1, 29, 10])
+rows = make_inputs(B=1, T=40, K=32, V=32)
+packed = make_inputs(B=1, T=40, N=3, K=32, V=32)
+x, weight = torch.randn(2, 20), torch.randn(30, 20)
+
+
+def results():
+    found = []
+    for inputs, cu_seqlens in ((rows, None), (packed, pack)):
+        given, other = leaves(inputs), leaves(inputs)
+        o, state = ops.chunk_momentum_delta_rule(
+            **given, cu_seqlens=cu_seqlens, output_final_state=True, backend=backend
+        )
+        q, k, v, g, beta = (other[name] for name in ("q", "k", "v", "log_alpha", "beta"))
+        first = ops.chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=other["initial_state"][0], cu_seqlens=cu_seqlens, backend=backend,
+            use_qk_l2norm_in_kernel=True,
+        ).o
+        (o.square().sum() + state.square().sum() + first.square().sum()).backward()
+        found += [o, state, first, *(x.grad for leaf in (given, other) for x in leaf.values() if x.grad is not None)]
+    with torch.no_grad():
+        found.append(linear(x, weight))
+    return found
+
+
+expected = results()
+ops.chunking._scans.clear()
+if default == "meta":
+    torch.set_default_device("meta")
+else:
+    torch.set_default_dtype(getattr(torch, default))
+assert all(torch.equal(x, y) for x, y in zip(results(), expected, strict=True))
+"""
+
+
+@pytest.mark.parametrize("default", ["float64", "bfloat16", "meta"])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_the_default_dtype_and_device_of_torch_change_nothing(backend: str, default: str) -> None:
+    in_another_process(DEFAULTS, backend, default)
+
+
+# ----------------------------------------------------------------------------------------------------------- recordings
+
+
+@pytest.mark.native
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["general", "simple_gla", "gated_delta_rule", "comba", "kda"])
+def test_a_recorded_chunk_is_replayed_on_other_inputs(rule: str) -> None:
+    first, second = (make_inputs(rule, T=20, seed=seed) for seed in (0, 1))
+
+    def compute(v: Tensor) -> Tensor:
+        return 2 * public_function(rule, "chunk")(**first | {"v": v}, check_gates=False)[0]
+
+    y, program = record(compute, first["v"])
+    assert torch.equal(y, compute(first["v"]))
+    if rule == "kda":  # whether a state is damaged is read from it, which cannot be replayed
+        assert program is None
+        return
+    assert program is not None
+    assert relative_error(program.replay(second["v"]), compute(second["v"])) <= 2e-6
+    assert relative_error(program.replay(first["v"]), y) <= 2e-6
+
+
+# ------------------------------------------------------------------------------------------------------------- versions
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("rule", ["general", *FIRST_ORDER])
+def test_a_backward_pass_that_needs_a_state_from_before_a_step_is_refused(rule: str, backend: str) -> None:
+    token = {name: x[:, 0] for name, x in make_inputs(rule, T=1, with_state=False).items()}
+    state = make_inputs(rule, T=1)["initial_state"]
+    weight = torch.ones_like(state, requires_grad=True)
+    product = (weight * state).sum()
+    with torch.no_grad():
+        public_function(rule, "step")(**token, state=state.detach(), backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("which", [0, 1])
+def test_both_states_of_a_pair_count_as_changed(which: int) -> None:
+    inputs = make_inputs(T=1)
+    token = {name: x[:, 0] for name, x in inputs.items() if name != "initial_state"}
+    pair = [x.clone() for x in inputs["initial_state"]]
+    versions = pair[which]._version
+    momentum_delta_step(**token, p=None, state=tuple(pair), backend="cpu")
+    assert pair[which]._version > versions

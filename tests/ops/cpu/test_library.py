@@ -151,6 +151,31 @@ def test_a_forked_child_can_call_after_the_parent_did(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+FIRST_USE_IN_A_CHILD = """
+import os, signal, torch
+from definition import make_inputs
+from mdn.ops import cpu
+from mdn.ops.momentum.interface import RuleOptions, RuleTensors
+
+torch.set_num_threads(2)
+given = RuleTensors(**make_inputs(B=2, T=150, K=64, V=64), p=None)
+torch.ones(1 << 20).exp()  # starts the threads of torch, which a child does not have
+assert cpu.bindings._find.cache_info().currsize == 0
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    cpu.forward(given, None, RuleOptions(scale=0.125), True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.native
+def test_a_forked_child_can_be_the_first_to_call() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    subprocess.run([sys.executable, "-c", FIRST_USE_IN_A_CHILD], check=True, timeout=120, env=environment)
+
+
 @pytest.mark.native
 def test_denormals_are_restored_after_a_call() -> None:
     one_call(1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -303,6 +304,12 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     return loaded
 
 
+# In a forked child the kernel starts threads of its own, because those of torch stayed in the parent. It learns about
+# forks when it is loaded, so it is loaded before the first one.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_find)
+
+
 class CallLog(threading.local):
     """This thread's calls, while they are being recorded (``mdn.ops.cpu.program``)."""
 
@@ -313,20 +320,42 @@ call_log = CallLog()
 
 
 def call(function: str, struct: Structure) -> None:
-    """Calls a function of the library with its struct, which must not be changed afterwards."""
+    """Calls a function of the library with its struct, which must not be changed afterwards. There is no other way to
+    call one: a recording holds the calls that were made here."""
     code = getattr(library(), function)(ctypes.byref(struct))
     if code:
-        check_result(code)
+        _raise(code)
     if call_log.calls is not None:
         call_log.calls.append((function, struct))
 
 
-def check_result(code: int) -> None:
+def _raise(code: int) -> None:
     """Turns what a function of the library returns into an exception."""
     if code == 1:
         raise MemoryError("the native CPU kernel could not allocate its scratch memory")
     if code == 2:
         raise ValueError("state_indices must be slots of the state: an index is negative or too large")
+
+
+def point(struct: Structure, **tensors: Tensor | None) -> None:
+    """Writes the addresses of the tensors into the fields of their names. The struct keeps the tensors: they live as
+    long as it does, in a recording too."""
+    for name, x in tensors.items():
+        if x is not None:
+            setattr(struct, name, x.data_ptr())
+    struct.__dict__.setdefault("kept", []).append(tensors)
+
+
+def point_at_offsets(struct: Structure, offsets: Sequence[int]) -> None:
+    """The same for the field ``offsets``, with a copy of these numbers as the kernel reads them."""
+    numbers = (c_int64 * len(offsets))(*offsets)
+    struct.offsets = ctypes.addressof(numbers)
+    struct.__dict__.setdefault("kept", []).append(numbers)
+
+
+count_as_changed: Callable[[Sequence[Tensor]], None] = torch._C._increment_version
+"""Tells autograd that the kernel has written to these tensors, as torch's own in-place operations do: a backward pass
+that still needs what they held raises an error. (``torch.autograd.graph.increment_version`` takes twice as long.)"""
 
 
 def values(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

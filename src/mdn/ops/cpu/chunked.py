@@ -5,16 +5,24 @@ Shape letters as in ``mdn.ops.momentum.interface``. Batched ``[B, T, ...]`` inpu
 
 from __future__ import annotations
 
-from ctypes import addressof, byref, c_int64
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.cpu.bindings import Problem, check_heads, check_result, io_dtype, library, optional_values, values
+from mdn.ops.cpu.bindings import (
+    Problem,
+    call,
+    check_heads,
+    io_dtype,
+    optional_values,
+    point,
+    point_at_offsets,
+    values,
+)
 from mdn.ops.momentum.interface import ACCURATE_CHUNK, ForwardResult, RuleOptions, RuleTensors
 
 SMALL = 2_000_000
@@ -41,14 +49,13 @@ class KernelTensors(NamedTuple):
 
 @dataclass
 class Call:
-    """The struct of one call and the tensors it points at, which must live until the kernel has returned."""
+    """The struct of one call, and the shapes of the tensors that it points at."""
 
     problem: Problem
     batch: int
     time: int
     dtype: torch.dtype
     """of q, k, v, p, o and their gradients inside the kernel"""
-    pointed_at: list[Any] = field(default_factory=list)
 
     @property
     def parts(self) -> int:
@@ -68,17 +75,12 @@ class Call:
         shape = problem.sequences, problem.value_heads, problem.key_dim, problem.value_dim
         return (2, *shape) if problem.has_momentum else shape
 
-    def point_at(self, **tensors: Tensor | None) -> None:
-        for name, x in tensors.items():
-            setattr(self.problem, name, None if x is None else x.data_ptr())
-        self.pointed_at.append(tensors)
-
     def point_at_state(self, name: str, x: Tensor | None) -> None:
         """A state of ``state_shape``: S and M, or S alone."""
         if x is not None and self.problem.has_momentum:
-            self.point_at(**{f"{name}_S": x[0], f"{name}_M": x[1]})
+            point(self.problem, **{f"{name}_S": x[0], f"{name}_M": x[1]})
         else:
-            self.point_at(**{f"{name}_S": x})
+            point(self.problem, **{f"{name}_S": x})
 
 
 def forward(
@@ -110,13 +112,14 @@ def kernel_forward(
     erase: bool,
 ) -> ForwardResult:
     """Either family; ``erase`` False means p = 0: nothing is subtracted from v."""
-    call = _start(tensors, boundaries, options, erase)
-    o = torch.empty(call.value_shape if options.outputs else 0, dtype=call.dtype)
-    residual = torch.empty(call.value_shape if save_residual else 0, dtype=torch.float32)
-    final_state = torch.empty(call.state_shape, dtype=torch.float32)
-    call.point_at(o=o if options.outputs else None, residual=residual if save_residual else None)
-    call.point_at_state("final", final_state)
-    check_result(library().mdn_forward(byref(call.problem)))
+    started = _start(tensors, boundaries, options, erase)
+    problem, value_shape = started.problem, started.value_shape
+    o = _new(value_shape if options.outputs else (0,), started.dtype)
+    residual = _new(value_shape if save_residual else (0,))
+    final_state = _new(started.state_shape)
+    point(problem, o=o if options.outputs else None, residual=residual if save_residual else None)
+    started.point_at_state("final", final_state)
+    call("mdn_forward", problem)
     return ForwardResult(o.to(tensors.v.dtype), final_state, residual)
 
 
@@ -130,29 +133,34 @@ def kernel_backward(
     erase: bool,
 ) -> KernelTensors:
     """Gradients of all tensors of either family, None where there is none."""
-    call = _start(tensors, boundaries, options, erase)
-    call.point_at(grad_o=values("grad_o", grad_o, call.dtype, call.value_shape))
-    call.point_at(residual=values("residual", residual, torch.float32, call.value_shape))
-    grad_final_state = optional_values("grad_final_state", grad_final_state, torch.float32, call.state_shape)
-    call.point_at_state("grad_final", grad_final_state)
+    started = _start(tensors, boundaries, options, erase)
+    problem, dtype, value_shape = started.problem, started.dtype, started.value_shape
+    point(
+        problem,
+        grad_o=values("grad_o", grad_o, dtype, value_shape),
+        residual=values("residual", residual, torch.float32, value_shape),
+    )
+    grad_final_state = optional_values("grad_final_state", grad_final_state, torch.float32, started.state_shape)
+    started.point_at_state("grad_final", grad_final_state)
 
     # One gradient of q, k, p and the gates per part; parts are added up below, in float32.
-    in_parts = call.parts != call.problem.key_heads
-    call.problem.float32_key_gradient = in_parts
-    key_dtype = torch.float32 if in_parts else call.dtype
-    per_part = (call.batch, call.time, call.parts)
+    in_parts = started.parts != problem.key_heads
+    problem.float32_key_gradient = in_parts
+    key_dtype = torch.float32 if in_parts else dtype
+    per_part = (started.batch, started.time, started.parts)
+    key_shape = (*per_part, problem.key_dim)
     grad = KernelTensors(
-        q=torch.empty((*per_part, call.problem.key_dim), dtype=key_dtype),
-        k=torch.empty((*per_part, call.problem.key_dim), dtype=key_dtype),
-        v=torch.empty(call.value_shape, dtype=call.dtype),
-        p=torch.empty((*per_part, call.problem.key_dim), dtype=key_dtype) if erase and tensors.p is not None else None,
-        **{name: None if getattr(tensors, name) is None else torch.empty(per_part) for name in GATES},
-        initial_state=None if tensors.initial_state is None else torch.empty(call.state_shape),
+        q=_new(key_shape, key_dtype),
+        k=_new(key_shape, key_dtype),
+        v=_new(value_shape, dtype),
+        p=_new(key_shape, key_dtype) if erase and tensors.p is not None else None,
+        **{name: None if getattr(tensors, name) is None else _new(per_part) for name in GATES},
+        initial_state=None if tensors.initial_state is None else _new(started.state_shape),
     )
-    call.point_at(**{f"grad_{name}": getattr(grad, name) for name in ("q", "k", "v", "p", *GATES)})
-    call.point_at_state("grad_initial", grad.initial_state)
-    check_result(library().mdn_backward(byref(call.problem)))
-    H, HV = call.problem.key_heads, call.problem.value_heads
+    point(problem, **{f"grad_{name}": getattr(grad, name) for name in ("q", "k", "v", "p", *GATES)})
+    started.point_at_state("grad_initial", grad.initial_state)
+    call("mdn_backward", problem)
+    H, HV = problem.key_heads, problem.value_heads
     gates = {name: _added_up_like(getattr(tensors, name), getattr(grad, name), HV) for name in GATES}
     return KernelTensors(
         q=_added_up(grad.q, H).to(tensors.q.dtype),
@@ -188,23 +196,26 @@ def _start(tensors: KernelTensors, boundaries: SequenceBoundaries | None, option
     )
     longest = max((end - start for start, end in pairwise(offsets)), default=0)
     problem.threads, problem.slices = _division(problem, batch * time, longest)
-    call = Call(problem, batch, time, dtype)
-    offset_array = (c_int64 * len(offsets))(*offsets)
-    problem.offsets = addressof(offset_array)
-    call.pointed_at.append(offset_array)
-    call.point_at(
-        q=values("q", tensors.q, dtype, call.key_shape),
-        k=values("k", tensors.k, dtype, call.key_shape),
-        v=values("v", tensors.v, dtype, call.value_shape),
-        p=optional_values("p", tensors.p, dtype, call.key_shape) if erase else None,
+    started = Call(problem, batch, time, dtype)
+    point_at_offsets(problem, offsets)
+    point(
+        problem,
+        q=values("q", tensors.q, dtype, started.key_shape),
+        k=values("k", tensors.k, dtype, started.key_shape),
+        v=values("v", tensors.v, dtype, started.value_shape),
+        p=optional_values("p", tensors.p, dtype, started.key_shape) if erase else None,
     )
     for name in GATES:
-        gate = optional_values(name, getattr(tensors, name), torch.float32, call.value_shape[:3])
-        call.point_at(**{name: gate})
-    call.point_at_state(
-        "initial", optional_values("initial_state", tensors.initial_state, torch.float32, call.state_shape)
-    )
-    return call
+        gate = optional_values(name, getattr(tensors, name), torch.float32, started.value_shape[:3])
+        point(problem, **{name: gate})
+    initial_state = optional_values("initial_state", tensors.initial_state, torch.float32, started.state_shape)
+    started.point_at_state("initial", initial_state)
+    return started
+
+
+def _new(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory that the kernel writes: of the dtype and the device that it knows, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def offsets_of(boundaries: SequenceBoundaries | None, batch: int, time: int) -> list[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mdn.ops.cpu.bindings import Step, call, check_heads, io_dtype, optional_values, values
+from mdn.ops.cpu.bindings import Step, call, check_heads, count_as_changed, io_dtype, optional_values, values
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ class PreparedStep:
         self.erase = erase
         self.dtype = io_dtype(q)
         self.key_shape, self.gate_shape, self.value_shape = q.shape, v.shape[:-1], v.shape
+        first = FIELDS.index("S")
+        self.states = slice(first, first + (1 if M is None else 2))
         self.is_small = batch * value_heads * key_dim * value_dim < SMALL
         struct = Step(
             batch=batch,
@@ -159,6 +161,7 @@ class PreparedStep:
         if not self.is_small:
             struct.threads = torch.get_num_threads()
         call("mdn_step", struct)
+        count_as_changed(tensors[self.states])
         return o
 
 

@@ -6,13 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Structure, addressof, c_int64
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mdn.ops.cpu.bindings import Convolution, ConvolutionStep, CrossEntropy, GateMap, Norm, SwiGlu, call
+from mdn.ops.cpu.bindings import (
+    Convolution,
+    ConvolutionStep,
+    CrossEntropy,
+    GateMap,
+    Norm,
+    SwiGlu,
+    call,
+    count_as_changed,
+    point,
+    point_at_offsets,
+)
 
 SMALL = 1 << 15
 """elements below which one thread is fastest"""
@@ -28,12 +38,6 @@ def threads_for(elements: int) -> int:
 
 def units_of(rows: int, per_unit: int) -> int:
     return -(-rows // per_unit)
-
-
-def point(struct: Structure, **tensors: Tensor | None) -> None:
-    for name, x in tensors.items():
-        if x is not None:
-            setattr(struct, name, x.data_ptr())
 
 
 # --------------------------------------------------------------------------------------------------------------- norms
@@ -114,11 +118,9 @@ class ConvolutionSettings(NamedTuple):
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvolutionSettings) -> Tensor:
     """x ``[..., C]``, weight ``[C, 1, W]``, bias ``[C]``."""
-    struct, kept = _convolution(x, weight, bias, settings)
-    y = torch.empty_like(x)
-    struct.y = y.data_ptr()
+    struct, y = _convolution(x, weight, bias, settings), torch.empty_like(x)
+    point(struct, y=y)
     call("mdn_convolution", struct)
-    del kept
     return y
 
 
@@ -131,34 +133,29 @@ class ConvolutionGradients(NamedTuple):
 def convolution_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvolutionSettings
 ) -> ConvolutionGradients:
-    struct, kept = _convolution(x, weight, bias, settings)
+    struct = _convolution(x, weight, bias, settings)
     channels, width = weight.shape[0], weight.shape[2]
     units = units_of(settings.offsets[-1], TOKENS_PER_UNIT)
     grad_x, grad_taps = torch.empty_like(x), x.new_empty(units, width, channels)
     grad_bias = None if bias is None else x.new_empty(units, channels)
     point(struct, grad_y=grad_y, grad_x=grad_x, grad_weight=grad_taps, grad_bias=grad_bias)
     call("mdn_convolution_backward", struct)
-    del kept
     grad_weight = grad_taps.sum(0).mT.unsqueeze(1).contiguous()
     return ConvolutionGradients(grad_x, grad_weight, None if grad_bias is None else grad_bias.sum(0))
 
 
-def _convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvolutionSettings
-) -> tuple[Convolution, object]:
-    """The struct, and what it points at beyond the arguments."""
-    offsets = (c_int64 * len(settings.offsets))(*settings.offsets)
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvolutionSettings) -> Convolution:
     struct = Convolution(
-        sequences=len(offsets) - 1,
+        sequences=len(settings.offsets) - 1,
         channels=weight.shape[0],
         width=weight.shape[2],
         tokens_per_unit=TOKENS_PER_UNIT,
         silu=settings.silu,
         threads=threads_for(x.numel()),
-        offsets=addressof(offsets),
     )
+    point_at_offsets(struct, settings.offsets)
     point(struct, x=x, weight=weight, bias=bias, state=settings.state)
-    return struct, offsets
+    return struct
 
 
 def convolution_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:
@@ -167,6 +164,7 @@ def convolution_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tens
     struct = ConvolutionStep(len(x), x.shape[1], weight.shape[2], silu)
     point(struct, x=x, weight=weight, bias=bias, state=state, y=y)
     call("mdn_convolution_step", struct)
+    count_as_changed((state,))
     return y
 
 

@@ -132,7 +132,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tenso
 def linear_of_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """rows [n, inputs], weight [outputs, inputs], bias [outputs] -> [n, outputs]; all float32 and contiguous."""
     outputs, inputs = weight.shape
-    y = torch.empty(len(rows), outputs, dtype=torch.float32)
+    y = rows.new_empty(len(rows), outputs)
     struct = Linear(
         batch=len(rows),
         depth=inputs,
@@ -179,7 +179,7 @@ class Product:
         if self.depth != self.inputs:
             rows = F.pad(rows, (0, self.depth - self.inputs))
         rows = values("x", rows, torch.float32, (len(rows), self.depth))
-        y = torch.empty(len(rows), self.outputs, dtype=torch.float32)
+        y = rows.new_empty(len(rows), self.outputs)
         struct = Linear.from_buffer_copy(self.template)
         struct.batch, struct.x, struct.y = len(rows), rows.data_ptr(), y.data_ptr()
         if not self.is_small:

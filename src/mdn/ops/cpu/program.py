@@ -66,7 +66,11 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = operation(*args, **kwargs)
+        call_log.calls = None  # native calls inside an operation (mdn::momentum_delta_rule) are repeated with it
+        try:
+            result = operation(*args, **kwargs)
+        finally:
+            call_log.calls = self.steps
         self.kept.append((args, kwargs, result))
         if "c10d" in operation.namespace:  # what other processes send is not in the old memory
             self.obstacle = self.obstacle or str(operation)

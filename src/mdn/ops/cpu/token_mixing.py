@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mdn.ops.cpu.bindings import MixedOutput, RuleInputs, Streams, call
-from mdn.ops.cpu.layers import ROWS_PER_UNIT, point, threads_for, units_of
+from mdn.ops.cpu.bindings import MixedOutput, RuleInputs, Streams, call, point
+from mdn.ops.cpu.layers import ROWS_PER_UNIT, threads_for, units_of
 
 # ------------------------------------------------------------------------------------------------------------- streams
 

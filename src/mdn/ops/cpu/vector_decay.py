@@ -6,14 +6,13 @@ All tensors have the heads of v, and q is scaled (``mdn.ops.first_order.inputs.P
 
 from __future__ import annotations
 
-from ctypes import addressof, c_int64
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.cpu.bindings import VectorDecay, VectorStep, call
+from mdn.ops.cpu.bindings import VectorDecay, VectorStep, call, count_as_changed, point, point_at_offsets
 from mdn.ops.cpu.chunked import offsets_of
 from mdn.ops.cpu.decode import check_state
 
@@ -45,16 +44,13 @@ def forward(
     tensors: VectorTensors, boundaries: SequenceBoundaries | None, save: bool, outputs: bool = True
 ) -> VectorOutput:
     """``outputs`` False: only the final states; o is empty."""
-    problem, offsets = _problem(tensors, boundaries)
+    problem = _problem(tensors, boundaries)
     saves = save and tensors.p is not None
     o = torch.empty_like(tensors.v) if outputs else tensors.v.new_empty(0)
     final = torch.empty_like(tensors.initial)
     solved = torch.empty_like(tensors.v) if saves else tensors.v.new_empty(0)
-    problem.o, problem.final = o.data_ptr() if outputs else None, final.data_ptr()
-    if saves:
-        problem.solved = solved.data_ptr()
+    point(problem, o=o if outputs else None, final=final, solved=solved if saves else None)
     call("mdn_vector_forward", problem)
-    del offsets  # it had to outlive the call
     return VectorOutput(o, final, solved)
 
 
@@ -66,35 +62,28 @@ def backward(
     boundaries: SequenceBoundaries | None,
 ) -> VectorTensors:
     """Gradients of all tensors, None where one is None."""
-    problem, offsets = _problem(tensors, boundaries)
+    problem = _problem(tensors, boundaries)
     gradients = VectorTensors(*(None if x is None else torch.empty_like(x) for x in tensors))  # type: ignore[arg-type]
-    problem.grad_o, problem.grad_final, problem.solved = grad_o.data_ptr(), grad_final.data_ptr(), solved.data_ptr()
-    for name, gradient in gradients._asdict().items():
-        if gradient is not None:
-            setattr(problem, f"grad_{name}", gradient.data_ptr())
+    point(problem, grad_o=grad_o, grad_final=grad_final, solved=solved)
+    point(problem, **{f"grad_{name}": gradient for name, gradient in gradients._asdict().items()})
     call("mdn_vector_backward", problem)
-    del offsets  # it had to outlive the call
     return gradients
 
 
-def _problem(tensors: VectorTensors, boundaries: SequenceBoundaries | None) -> tuple[VectorDecay, object]:
-    """The struct, and what it points at beyond the tensors."""
+def _problem(tensors: VectorTensors, boundaries: SequenceBoundaries | None) -> VectorDecay:
     batch, time, heads, key_dim = tensors.q.shape
-    listed = offsets_of(boundaries, batch, time)
-    offsets = (c_int64 * len(listed))(*listed)
+    offsets = offsets_of(boundaries, batch, time)
     is_small = tensors.q.numel() * tensors.v.shape[-1] < SMALL
     problem = VectorDecay(
-        sequences=len(listed) - 1,
+        sequences=len(offsets) - 1,
         heads=heads,
         key_dim=key_dim,
         value_dim=tensors.v.shape[-1],
         threads=1 if is_small else torch.get_num_threads(),
-        offsets=addressof(offsets),
     )
-    for name, x in tensors._asdict().items():
-        if x is not None:
-            setattr(problem, name, x.data_ptr())
-    return problem, offsets
+    point_at_offsets(problem, offsets)
+    point(problem, **tensors._asdict())
+    return problem
 
 
 def step_(tensors: VectorTensors, slots: Tensor | None) -> Tensor:
@@ -110,13 +99,10 @@ def step_(tensors: VectorTensors, slots: Tensor | None) -> Tensor:
         key_dim=key_dim,
         value_dim=tensors.v.shape[-1],
         threads=1 if is_small else torch.get_num_threads(),
-        S=S.data_ptr(),
         S_strides=S.stride()[:3],
-        slots=None if slots is None else slots.data_ptr(),
-        o=o.data_ptr(),
     )
-    for name, x in tensors._asdict().items():
-        if x is not None and name != "initial":
-            setattr(struct, name, x.data_ptr())
+    q, k, v, p, e, log_alpha, _ = tensors
+    point(struct, q=q, k=k, v=v, p=p, e=e, log_alpha=log_alpha, S=S, slots=slots, o=o)
     call("mdn_vector_step", struct)
+    count_as_changed((S,))
     return o

@@ -207,6 +207,8 @@ def _prepared_step(tensors: RuleTensors, state: StepState, settings: StepSetting
             return as_op(tensors, state)
         with torch.no_grad(), without_autocast(tensors.q):
             o: Tensor = module.step_(tensors, state, options)
+        if chosen != "torch":
+            torch.autograd.graph.increment_version([x for x in (state.S, state.M) if x is not None])
         return o
 
     return run
