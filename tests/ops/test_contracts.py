@@ -86,6 +86,17 @@ def test_torch_func_grad_is_refused_by_name() -> None:
         per_sample(v.unsqueeze(0))
 
 
+def test_the_recurrence_can_be_mapped_over_gates_and_a_pair_of_states() -> None:
+    inputs, S = plain_inputs(), torch.ones(2, 2, 8, 8)
+    scales = torch.tensor([1.0, 0.5])
+
+    def rule(scale: torch.Tensor) -> torch.Tensor:
+        scaled = {name: scale * x for name, x in inputs.items()}
+        return recurrent_momentum_delta_rule(**scaled, initial_state=(scale * S, S)).o
+
+    torch.testing.assert_close(torch.func.vmap(rule)(scales), torch.stack([rule(scale) for scale in scales]))
+
+
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_vmap_has_the_gradients_of_a_loop(backend: str) -> None:
     inputs = plain_inputs()

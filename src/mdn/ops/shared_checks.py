@@ -34,6 +34,14 @@ def check_scale(scale: float | None, q: Tensor) -> float:
     return float(scale)
 
 
+def values_can_be_read(x: Tensor) -> bool:
+    """Not those of a GPU, for which the host would have to wait, and not while compiling or inside a transform of
+    torch.func, where a tensor may stand for many."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not torch._C._are_functorch_transforms_active()
+
+
 def check_log_decay(name: str, gate: Tensor) -> None:
     """Logarithms of gates in [0, 1]; ``-inf`` is a hard zero. Reads values."""
     # Extrema instead of comparisons: comparing a tensor with a number takes five times as long where a gate is small.

@@ -347,6 +347,24 @@ def test_a_graph_of_gradients_can_be_made_under_activation_checkpointing(rule: s
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_the_definition_can_be_mapped_over_every_input(rule: str):
+    """As the chunkwise form says where it is mapped."""
+    tensors, state = arguments(rule, T=5, dtype=torch.float32), random_state(rule, 2, dtype=torch.float32)
+    given = tensors | {"initial_state": state}
+    scales = torch.tensor([1.0, 0.5])
+
+    def compute(scale: Tensor) -> Tensor:
+        scaled = {name: scale * x for name, x in tensors.items()}
+        states = tuple(scale * x for x in state) if isinstance(state, tuple) else scale * state
+        return recurrent(rule)(**scaled, initial_state=states).o
+
+    with pytest.raises(NotImplementedError, match=f"torch.func transforms; recurrent_{rule} does"):
+        torch.func.vmap(lambda v: chunk(rule)(**given | {"v": v}).o)(tensors["v"].expand(2, *tensors["v"].shape))
+    expected = torch.stack([compute(scale) for scale in scales])
+    torch.testing.assert_close(torch.func.vmap(compute)(scales), expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_meta_tensors_have_shapes_in_every_form(rule: str):
     tensors = {name: x.to("meta") for name, x in arguments(rule, T=5, dtype=torch.float32).items()}
     for form in (chunk, recurrent):

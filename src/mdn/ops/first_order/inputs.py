@@ -18,13 +18,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.l2norm import l2norm
 from mdn.ops.momentum.interface import compute_dtype
-from mdn.ops.shared_checks import check_decode_state, check_floating, check_log_decay, check_packed
+from mdn.ops.shared_checks import (
+    check_decode_state,
+    check_floating,
+    check_log_decay,
+    check_packed,
+    values_can_be_read,
+)
 
 
 class FirstOrderTensors(NamedTuple):
@@ -139,9 +144,8 @@ def check_gate_shapes(tensors: FirstOrderTensors, names: Mapping[str, str], vect
 
 
 def check_gate_values(tensors: FirstOrderTensors, names: Mapping[str, str]) -> None:
-    """Log-decays <= 0 (``-inf`` forgets everything), beta finite. Reads values, so not for GPUs and not while
-    compiling."""
-    if tensors.v.device.type != "cpu" or torch.compiler.is_compiling():
+    """Log-decays <= 0 (``-inf`` forgets everything), beta finite; where values can be read."""
+    if not values_can_be_read(tensors.v):
         return
     if tensors.log_alpha is not None:
         check_log_decay(names["log_alpha"], tensors.log_alpha)

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.interface import RuleTensors, StepState, compute_dtype
-from mdn.ops.shared_checks import check_decode_state, check_log_decay, check_packed, check_weight
+from mdn.ops.shared_checks import (
+    check_decode_state,
+    check_log_decay,
+    check_packed,
+    check_weight,
+    values_can_be_read,
+)
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -103,14 +109,18 @@ def stacked_state(initial_state: Tensor | tuple[Tensor, Tensor | None]) -> Tenso
             "initial_state must be a pair (S, M) of the same shape, dtype and device, "
             f"got {list(S.shape)} {S.dtype} {S.device} and {list(M.shape)} {M.dtype} {M.device}"
         )
-    plain = (
-        not torch.compiler.is_compiling() and not (S.requires_grad or M.requires_grad) and type(S) is type(M) is Tensor
-    )
-    if plain and S.device.type != "meta" and S.stride() == M.stride():
+    if _have_memory(S, M) and not (S.requires_grad or M.requires_grad) and S.stride() == M.stride():
         distance = M.storage_offset() - S.storage_offset()
         if distance > 0 and S.untyped_storage().data_ptr() == M.untyped_storage().data_ptr():
             return S.as_strided((2, *S.shape), (distance, *S.stride()))
     return torch.stack([S, M])
+
+
+def _have_memory(*tensors: Tensor) -> bool:
+    """Whether addresses can be compared: not of meta tensors, of subclasses, while compiling, or under torch.func."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(type(x) is Tensor and not x.is_meta for x in tensors)
 
 
 def check_boundaries(cu_seqlens: Tensor | SequenceBoundaries | None, q: Tensor) -> SequenceBoundaries | Tensor | None:
@@ -147,9 +157,8 @@ def check_step_state(state: StepState, tensors: RuleTensors) -> None:
 
 
 def check_gate_values(tensors: RuleTensors) -> None:
-    """Logs must be <= 0 (-inf is a hard zero), other gates >= 0, nothing NaN. Reads values, so not for GPUs and not
-    while compiling."""
-    if tensors.log_alpha.device.type != "cpu" or torch.compiler.is_compiling():
+    """Logs must be <= 0 (-inf is a hard zero), other gates >= 0, nothing NaN; where values can be read."""
+    if not values_can_be_read(tensors.log_alpha):
         return
     check_log_decay("log_alpha", tensors.log_alpha)
     check_log_decay("log_mu", tensors.log_mu)
