@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import stat
 from pathlib import Path
 
@@ -98,6 +99,18 @@ def test_what_a_finished_run_prints_as_next_commands_works(
         assert Path(program).name == "mdn"
         assert main(words) == 0, command
     assert "lengthened from 4 to 8 steps" in capsys.readouterr().err
+
+
+def test_a_run_stopped_while_data_is_prepared_does_not_claim_to_be_saved(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mdn.training.run.prepare_data", lambda recipe: os.kill(os.getpid(), signal.SIGINT))
+    assert main(["train", str(run_folder / "recipe.yaml"), f"output={tmp_path / 'new'}"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == "stopped before the first step; nothing was saved; to begin again, run the same command\n"
+    shutil.copytree(run_folder, tmp_path / "copy")
+    assert main(["train", str(tmp_path / "copy"), "training.steps=6"]) == 0
+    assert "stopped at step 4; saved in" in capsys.readouterr().out
 
 
 def test_a_run_whose_recipe_counts_tokens_is_lengthened_as_printed(

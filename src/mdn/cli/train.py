@@ -61,6 +61,9 @@ def train_and_show(recipe: Recipe, file: Path | None) -> int:
         return 1
     if not is_first_rank():
         return 0
+    if result.summary is None and result.step == 0:
+        print("stopped before the first step; nothing was saved; to begin again, run the same command")
+        return 0
     if result.summary is None:
         again = _command("train", str(result.run_dir))
         print(f"stopped at step {result.step}; saved in {result.run_dir}; resume with: {again}")
