@@ -137,6 +137,12 @@ def test_the_command_trains_a_tiny_model_and_draws_the_map(tmp_path, capsys):
         (["--out", __file__], "--out must be a directory, got a file"),
         (["--mixers", "mdn"], "--mixers mdn is unknown"),
         (["--learning-rate", "nan"], "--learning-rate must be above 0 and finite"),
+        (
+            ["--model", "m", "--mixers", "gla"],
+            "--mixers is for tiny models that are trained here; it cannot be combined",
+        ),
+        (["--model", "m", "--steps", "500"], "--steps is for tiny models"),
+        (["--model", "m", "--learning-rate", "5e-3"], "--learning-rate is for tiny models"),
     ],
 )
 def test_bad_input_is_refused_in_one_line_before_anything_is_trained(arguments, message, capsys, monkeypatch):
@@ -158,6 +164,16 @@ def test_a_language_model_is_asked_in_text():
     )
     assert found.shape == (2, 1)
     assert set(found.flatten().tolist()) <= {0.0, 1.0}
+
+
+def test_the_seed_of_the_command_is_that_of_the_texts(tmp_path, monkeypatch):
+    asked, model, tokenizer = [], make_model(), make_tokenizer()
+    monkeypatch.setattr("mdn.common.loading.load", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(type(model), "generate", lambda _, ids, **__: asked.append(tokenizer.decode(ids[0])) or ids)
+    options = ["--lengths", "400", "--keys", "1", "--depths", "1", "--examples", "1", "--out", str(tmp_path)]
+    for seed in ("1", "1", "2"):
+        assert main(["needle", "--model", "m", *options, "--seed", seed]) == 0
+    assert asked[0] == asked[1] != asked[2]
 
 
 def test_rulers_tasks_run_on_a_text_of_ones_own(tmp_path):

@@ -177,8 +177,10 @@ def find_needles_in_text(
     keys: int = 1,
     digits: int = 7,
     new_tokens: int = 16,
+    seed: int = 0,
 ) -> np.ndarray:
-    """[depths, lengths]: the share of examples whose number occurs in what the model writes next."""
+    """[depths, lengths]: the share of examples whose number occurs in what the model writes next. ``seed`` is that of
+    the texts."""
 
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -189,7 +191,7 @@ def find_needles_in_text(
     found = np.zeros((len(depths), len(lengths)))
     cells = [(row, column) for column in range(len(lengths)) for row in range(len(depths))]
     for row, column in progress(cells, desc="needles", unit="cell"):
-        source = random.Random(f"{lengths[column]} {depths[row]}")
+        source = random.Random(f"{seed} {lengths[column]} {depths[row]}")
         for _ in range(examples):
             options: dict[str, Any] = {"haystack": haystack, "keys": keys, "digits": digits}
             example = make_example(lengths[column], depths[row], count, source, **options)
