@@ -234,6 +234,22 @@ def test_a_step_refuses_wrong_slots(backend: str, indices, given: str) -> None:
     assert re.search(rf"^state_indices must .*{given}", bad_step(state_indices=indices, backend=backend))
 
 
+def test_a_step_names_wrong_vectors_and_scales_before_its_slots() -> None:
+    slots = torch.tensor([0, 1])
+    assert bad_step(v=None, state_indices=slots) == "v must be a torch.Tensor, got NoneType"
+    assert bad_step(v=torch.tensor(1.0), state_indices=slots) == "v must have shape [B, H, D], got []"
+    assert bad_step(scale=[1.0]) == "scale must be a finite number or None, got [1.0]"
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_log_mu_is_not_read_where_momentum_is_forgotten(backend: str) -> None:
+    outputs = []
+    for log_mu in (token()["log_mu"], torch.ones(2, 2), torch.full((2, 2), float("nan"))):
+        S = token()["state"][0].clone()
+        outputs.append((momentum_delta_step(**token(state=(S, None), log_mu=log_mu), backend=backend), S))
+    assert all(torch.equal(o, outputs[0][0]) and torch.equal(S, outputs[0][1]) for o, S in outputs)
+
+
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_step_slots_that_are_named_twice(backend: str) -> None:
     message = bad_step(state_indices=torch.tensor([1, 1]), backend=backend)
@@ -255,6 +271,23 @@ def test_a_step_refuses_states_that_share_memory(backend: str) -> None:
     )
     assert "S and M of the state must be different memory" in bad_step(state=(state[0], state[0]), backend=backend)
     assert "S and M of the state must be" in bad_step(state=state[:1].expand(2, -1, -1, -1, -1), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_the_states_of_a_step_may_take_turns_in_one_tensor_but_share_nothing(backend: str) -> None:
+    plain = token()["state"].clone()
+    expected = momentum_delta_step(**token(state=plain), backend=backend)
+    pool = torch.zeros(3, 2, 16, 24)
+    for first, second in ((pool[:2], pool[1:]), (pool[1:], pool[:2]), (pool[::2], pool[1:])):
+        assert "S and M of the state must be different memory" in bad_step(state=(first, second), backend=backend)
+    assert not pool.any()
+    slots = torch.zeros(2, 3, 2, 16, 24)  # [slots, M and S around what is neither, HV, K, V]
+    S, M = slots[:, 2], slots[:, 0]
+    S.copy_(token()["state"][0])
+    M.copy_(token()["state"][1])
+    assert torch.equal(momentum_delta_step(**token(state=(S, M)), backend=backend), expected)
+    assert torch.equal(torch.stack([S, M]), plain)
+    assert not slots[:, 1].any()
 
 
 def test_a_step_without_its_state_says_what_is_missing() -> None:

@@ -173,6 +173,7 @@ def test_a_step_size_that_is_not_finite_is_refused(backend: str, value: float):
         ({"state": slots(1).expand(5, 2, 8, 6)}, "state must not overlap itself"),
         ({"state": None}, "state must be a torch.Tensor, got NoneType"),
         ({"scale": float("inf")}, "scale must be a finite number"),
+        ({"scale": [1.0]}, r"scale must be a finite number or None, got \[1.0\]"),
     ],
 )
 def test_a_step_refuses_states_and_slots_that_it_cannot_update(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -154,6 +156,38 @@ def check_step_state(state: StepState, tensors: RuleTensors) -> None:
     check_decode_state("S of the state", state.S, expected, compute_dtype(q), q)
     if state.M is not None:
         check_decode_state("M of the state", state.M, expected, compute_dtype(q), q)
+
+
+def check_apart(S: Tensor, M: Tensor) -> None:
+    """S and M, each without overlap in itself, must not share an element to be updated in place."""
+    at_S, at_M = S.data_ptr(), M.data_ptr()
+    if at_S == 0:  # meta tensors and empty ones
+        return
+    earlier, distance = (S, at_M - at_S) if at_S <= at_M else (M, at_S - at_M)
+    if earlier.is_contiguous() and distance >= earlier.nbytes:  # as nearly always
+        return
+    later = M if earlier is S else S
+    if _share_elements(distance // S.element_size(), S.shape, earlier.stride(), later.stride()):
+        raise ValueError("S and M of the state must be different memory to be updated in place, but they share some")
+
+
+@lru_cache
+def _share_elements(distance: int, shape: tuple[int, ...], earlier: tuple[int, ...], later: tuple[int, ...]) -> bool:
+    """For two tensors of one shape with these strides, the later of which begins ``distance`` elements further on."""
+    sizes = [(a, b, size) for a, b, size in zip(earlier, later, shape) if size > 1]
+    if any(a != b for a, b, _ in sizes):
+        return distance <= sum(a * (size - 1) for a, _, size in sizes)  # perhaps: where one ends the other has begun
+    return _is_a_difference(distance, sorted(((a, size) for a, _, size in sizes), reverse=True))
+
+
+def _is_a_difference(distance: int, strides: list[tuple[int, int]]) -> bool:
+    """Whether two elements of a tensor without overlap lie ``distance`` apart: distance = sum of stride * steps with
+    |steps| < size. The smaller strides together reach less far than the largest, which leaves two choices for it."""
+    if not strides:
+        return distance == 0
+    (stride, size), *smaller = strides
+    steps = {distance // stride, -(-distance // stride)}
+    return any(abs(n) < size and _is_a_difference(distance - n * stride, smaller) for n in steps)
 
 
 def check_gate_values(tensors: RuleTensors) -> None:

@@ -15,6 +15,7 @@ from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 from mdn.ops.shared_checks import (
     check_scale,
     check_state_indices,
+    in_plain_memory,
     refuse_gradients,
     refuse_transforms,
     without_autocast,
@@ -118,10 +119,12 @@ def run_step(
 ) -> Tensor:
     """Check the values, find the step for tensors like these, and run it: scalar or vector decays."""
     S, M = checks.state_pair("state", state)
-    if state_indices is not None:
-        state_indices = check_state_indices(state_indices, S, len(tensors.v), read=check_gates)
+    if M is None:
+        tensors = tensors._replace(log_mu=tensors.log_alpha)  # anything valid: it is not used
     slots = StepState(S, M, state_indices)
     run = step_function(tensors, slots, settings)
+    if state_indices is not None:
+        slots = slots._replace(state_indices=check_state_indices(state_indices, S, len(tensors.v), read=check_gates))
     step, rule = VECTOR_NAMES if settings.vector else NAMES
     if forward_ad._current_level >= 0:  # torch.func.jvp sets it too; looking at the level first is cheaper
         refuse_transforms(step, f"recurrent_{rule}", tensors + slots, derivatives_only=True)
@@ -152,9 +155,9 @@ def prepared_once(
             *[x if x is None else (x.shape, x.is_contiguous(), x.dtype, x.device) for x in tokens],
             *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in states],
         )
-    except AttributeError:  # not a tensor: the checks name the argument
+        run: Step | None = backends.prepared_steps.get(signature)
+    except (AttributeError, TypeError):  # not a tensor, or a list as scale: the checks name the argument
         return prepare(*arguments)
-    run: Step | None = backends.prepared_steps.get(signature)
     if run is None:
         run = prepare(*arguments)
         if len(backends.prepared_steps) >= 256:
@@ -165,13 +168,13 @@ def prepared_once(
 
 def step_function(tensors: RuleTensors, state: StepState, settings: StepSettings) -> StepFunction:
     """The step for tensors like these, checked."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not in_plain_memory((*tensors, *state)):
         return _prepared_step(tensors, state, settings)
     requested = backends.requested_backend(settings.backend)  # MDN_BACKEND may change between two steps
     run = prepared_once((settings, requested), tensors, state, _prepared_step, tensors, state, settings)
     S, M, _ = state
-    if M is not None and S.data_ptr() == M.data_ptr() != 0:  # an address is no part of the signature
-        raise ValueError("S and M of the state must be different memory to be updated in place, got the same twice")
+    if M is not None:
+        checks.check_apart(S, M)  # an address is no part of the signature
     return run
 
 
@@ -179,6 +182,9 @@ def _prepared_step(tensors: RuleTensors, state: StepState, settings: StepSetting
     """Checks everything but values and binds what does not change."""
     checks.check_tensors(tensors, rank=3, vector=settings.vector)
     checks.check_step_state(state, tensors)
+    if state.state_indices is not None:
+        slots = check_state_indices(state.state_indices, state.S, len(tensors.v), read=False)
+        state = state._replace(state_indices=slots)
     lookahead = settings.lookahead
     p_times_alpha = checks.check_probe(settings.p_times_alpha, lookahead)
     if state.M is None and lookahead:  # alpha S - beta mu M = alpha S
@@ -193,7 +199,7 @@ def _prepared_step(tensors: RuleTensors, state: StepState, settings: StepSetting
         o: Tensor = custom_op.momentum_delta_step(*tensors.of_tokens, *state, *flags)
         return o
 
-    if torch.compiler.is_compiling() or tensors.q.device.type == "meta":
+    if torch.compiler.is_compiling() or tensors.q.device.type == "meta" or not in_plain_memory((*tensors, *state)):
         return as_op
     module = backends.backend_module(chosen, family)
     prepare = getattr(module, "prepared_step", None)
