@@ -21,6 +21,8 @@ from mdn.cli.options import (
 from mdn.common.results import write_results
 
 HELP = "the paper's evaluations through lm-evaluation-harness, one or several models side by side"
+OF_ONE_SUITE = {"lengths": "needle", "haystack": "needle", "plot": "needle", "recipe": "mqar"}
+NOT_FOR_MQAR = {"device": "auto", "dtype": "auto", "limit": None, "max_length": None}
 EXAMPLE = "mdn eval runs/demo --suite perplexity --data my_files --limit 100 --batch-size 8"
 
 
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths", type=whole_numbers, help="haystack lengths for needle, with commas (1024,...,16384)"
     )
     parser.add_argument("--haystack", help="for needle: a text file, or stdlib; default: RULER's essays from the Hub")
-    parser.add_argument("--recipe", default="quick", help="for mqar: the recipe whose test segments are used (quick)")
+    parser.add_argument("--recipe", help="for mqar: the recipe whose test segments are used (quick)")
     parser.add_argument("--seed", type=seed, default=0, help="of the harness (0)")
     add_loading_arguments(parser)
     parser.add_argument(
@@ -91,6 +93,15 @@ def _check(args: argparse.Namespace) -> None:
     for folder in args.data or ():
         if not folder.is_dir():
             raise ValueError(f"--data {folder} is not a directory")
+    for name, suite in OF_ONE_SUITE.items():
+        if getattr(args, name) is not None and suite not in args.suite:
+            raise ValueError(f"--{name} is for --suite {suite}, which is not asked for")
+    for name, unused in NOT_FOR_MQAR.items():
+        if "mqar" in args.suite and getattr(args, name) != unused:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{option} cannot be combined with --suite mqar: whole test segments run on the CPU, as saved"
+            )
 
 
 def _labels(models: list[str]) -> list[str]:
@@ -160,7 +171,7 @@ def _mqar(args: argparse.Namespace, results: dict[str, Any]) -> Any:
     from mdn.experiments.mqar import load_mqar_recipe
     from mdn.experiments.mqar_results import mqar_results, mqar_suite
 
-    recipe = load_mqar_recipe(args.recipe)
+    recipe = load_mqar_recipe(args.recipe or "quick")
     for label, source in zip(results, args.models):
         results[label] |= mqar_results(load_model(source), recipe)
     return mqar_suite(recipe)
