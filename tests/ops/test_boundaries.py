@@ -84,6 +84,12 @@ def test_what_is_made_in_inference_mode_serves_training(how: str) -> None:
         boundaries.pad(boundaries.unpad(torch.ones(2, 5, requires_grad=True))).sum().backward()
 
 
+def test_a_mask_without_rows_has_no_sequences() -> None:
+    boundaries = SequenceBoundaries.from_attention_mask(torch.ones(0, 4))
+    assert (boundaries.lengths, boundaries.max_length, boundaries.total) == ((), 0, 0)
+    assert boundaries.pad(boundaries.unpad(torch.ones(0, 4, 2))).shape == (0, 4, 2)
+
+
 def test_a_mask_may_have_its_ones_anywhere() -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]])
     boundaries = SequenceBoundaries.from_attention_mask(mask)
@@ -121,5 +127,7 @@ def test_bad_masks_positions_and_layouts_are_refused_by_name() -> None:
         SequenceBoundaries.from_attention_mask(torch.ones(1, 2)).unpad(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"lengths must be >= 0, but entry 1 is -2"):
         SequenceBoundaries.from_lengths([5, -2, 9])
+    with pytest.raises(ValueError, match=r"lengths must have at least one entry, got \[\]"):
+        SequenceBoundaries.from_lengths([])
     with pytest.raises(ValueError, match="cu_seqlens must hold numbers, got a tensor on the meta device"):
         SequenceBoundaries.from_cu_seqlens(torch.tensor([0, 2], device="meta"))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mdn.ops import (
+    SequenceBoundaries,
     blockwise_momentum_delta_rule,
     chunk_momentum_delta_rule,
     chunk_vector_momentum_delta_rule,
@@ -45,6 +46,9 @@ def test_a_batch_without_rows_is_computed_in_every_form() -> None:
     for form in (chunk_momentum_delta_rule, recurrent_momentum_delta_rule, blockwise_momentum_delta_rule):
         o, state = form(**inputs, output_final_state=True)
         assert (o.shape, state.shape) == ((0, 9, 2, 8), (2, 0, 2, 8, 8))
+        packed = {name: x[:1, :0] for name, x in plain_inputs().items()}
+        nothing = SequenceBoundaries.from_attention_mask(torch.ones(0, 9))
+        assert form(**packed, cu_seqlens=nothing).o.shape == (1, 0, 2, 8)
     token = {name: x[:, 0] for name, x in inputs.items()}
     for backend in ("torch", "cpu"):
         assert momentum_delta_step(**token, state=torch.empty(2, 0, 2, 8, 8), backend=backend).shape == (0, 2, 8)

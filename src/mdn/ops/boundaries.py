@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +38,10 @@ class SequenceBoundaries:
         """This object owns ``cu_seqlens``: nothing else may write to it."""
         self.cu_seqlens = cu_seqlens
         self.offsets = offsets
+        # Made now and not at first use, which may be while compiling: a compiler cannot trace the lock of a
+        # cached_property in Python 3.11.
+        self.lengths = tuple(end - start for start, end in itertools.pairwise(offsets))
+        self.max_length = max(self.lengths, default=0)
         if not torch.compiler.is_compiling():
             _owners[cu_seqlens] = weakref.ref(self)  # weakly, so that the two are no cycle
         self._padded: tuple[tuple[int, int], Tensor] | None = None
@@ -95,10 +100,12 @@ class SequenceBoundaries:
     def from_lengths(
         cls, lengths: list[int] | tuple[int, ...], device: torch.device | str = "cpu"
     ) -> SequenceBoundaries:
+        if len(lengths) == 0:
+            raise ValueError(f"lengths must have at least one entry, got {lengths!r}")
         for i, length in enumerate(lengths):
             if length < 0:
                 raise ValueError(f"lengths must be >= 0, but entry {i} is {length}")
-        return _made(tuple(itertools.accumulate(map(int, lengths), initial=0)), device)
+        return _made(_offsets(lengths), device)
 
     @classmethod
     @_lasting
@@ -108,9 +115,8 @@ class SequenceBoundaries:
             raise ValueError(f"attention_mask must have shape [B, T], got {list(mask.shape)}")
         mask = mask.bool()
         lengths = mask.sum(-1).tolist()
-        boundaries = cls.from_lengths(lengths, mask.device)
-        boundaries._padded = (mask.shape[0], mask.shape[1]), mask.reshape(-1).nonzero().squeeze(-1)
-        return boundaries
+        padded = (mask.shape[0], mask.shape[1]), mask.reshape(-1).nonzero().squeeze(-1)
+        return _made(_offsets(lengths), mask.device, padded)
 
     @classmethod
     @_lasting
@@ -133,14 +139,6 @@ class SequenceBoundaries:
     @property
     def total(self) -> int:
         return self.offsets[-1]
-
-    @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(end - start for start, end in itertools.pairwise(self.offsets))
-
-    @cached_property
-    def max_length(self) -> int:
-        return max(self.lengths)
 
     @cached_property
     @_lasting
@@ -181,12 +179,12 @@ class SequenceBoundaries:
         (batch, time), places = self._padding()
         if x.shape[:2] != (batch, time):
             raise ValueError(f"x must begin with [{batch}, {time}] as the attention mask does, got {list(x.shape)}")
-        return x.reshape(batch * time, *x.shape[2:]).index_select(0, places).unsqueeze(0)
+        return x.reshape(batch * time, *x.shape[2:]).index_select(0, places.to(x.device)).unsqueeze(0)
 
     def pad(self, x: Tensor) -> Tensor:
         """``[1, total, ...]`` back to ``[B, T, ...]``, with zeros where the mask is zero."""
         (batch, time), places = self._padding()
-        padded = x.new_zeros(batch * time, *x.shape[2:]).index_copy(0, places, x[0])
+        padded = x.new_zeros(batch * time, *x.shape[2:]).index_copy(0, places.to(x.device), x[0])
         return padded.reshape(batch, time, *x.shape[2:])
 
     def _padding(self) -> tuple[tuple[int, int], Tensor]:
@@ -194,6 +192,10 @@ class SequenceBoundaries:
         if self._padded is None:
             raise ValueError("unpad and pad need boundaries that were made from an attention mask")
         return self._padded
+
+
+def _offsets(lengths: Iterable[int]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(map(int, lengths), initial=0))
 
 
 @_lasting

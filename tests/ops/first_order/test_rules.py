@@ -41,6 +41,16 @@ def test_a_pack_seen_in_inference_mode_can_be_trained_on_afterwards():
     assert all(torch.isfinite(x.grad).all() for x in leaves.values())
 
 
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
+def test_a_pack_that_was_never_used_compiles_into_one_graph(rule: str):
+    tensors = arguments(rule, B=1, T=23, dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(chunk(rule), fullgraph=True, backend="aot_eager")
+    found = compiled(**tensors, cu_seqlens=SequenceBoundaries.from_lengths([20, 0, 3]))
+    expected = chunk(rule)(**tensors, cu_seqlens=SequenceBoundaries.from_lengths([20, 0, 3]), backend="torch")
+    torch.testing.assert_close(found.o, expected.o)
+
+
 def test_autocast_does_not_lower_the_precision_of_the_state():
     tensors = arguments("gated_delta_rule", dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

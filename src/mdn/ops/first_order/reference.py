@@ -29,7 +29,7 @@ def recurrent_form(
         sequences = [(slice(None), 0, x.q.shape[1])]
     else:
         sequences = [(slice(n, n + 1), *ends) for n, ends in enumerate(pairwise(boundaries.offsets))]
-    outputs, finals = [x.v[:, :0]], []
+    outputs, finals = [x.v[:, :0]], [initial_state[:0]]
     with without_autocast(x.v):
         for states, start, end in sequences:
             S = initial_state[states]

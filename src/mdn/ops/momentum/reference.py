@@ -95,7 +95,7 @@ def reference_form(
     if boundaries is None:
         o, state = _one_sequence(inputs, state, block_size, options.lookahead)
         return o.to(tensors.v.dtype), state
-    outputs, states = [], []
+    outputs, states = [inputs.v[:, :0]], [state[:, :0]]
     for n, (start, end) in enumerate(pairwise(boundaries.offsets)):
         of_sequence = inputs.tokens(start, end)
         o, final = _one_sequence(of_sequence, state[:, n : n + 1], block_size, options.lookahead)
