@@ -110,19 +110,16 @@ def merge_adjoint_(
     for pairs, first, second, late, early in reversed(kept):
         grad_late, grad_early = pairs.later(rows, 2), pairs.earlier(grad_write)
         grad_first, grad_second = _join_adjoint(first, second, grad_steps)
-        _add_products_(
-            grad_first, late, grad_late, of_reads=True
-        )  # (29): the sums in grad_abar_1, grad_b_1, grad_mbar_1
-        _add_products_(
-            grad_second, early, grad_early, of_reads=False
-        )  # (29): those in grad_abar_2, grad_b_2, grad_mbar_2
-        first.carry_writes_(
-            grad_late
-        )  # (29): the transposed step carries gradients of reads as the step carries writes
-        second.carry_reads_(grad_early)  # (29): and the other way round
+        # The sums in the gradients of (abar_1, b_1, mbar_1) and (abar_2, b_2, mbar_2).
+        _add_products_(grad_first, late, grad_late, of_reads=True)
+        _add_products_(grad_second, early, grad_early, of_reads=False)
+        # The transposed step carries gradients of reads as the step carries writes, and the other way round.
+        first.carry_writes_(grad_late)
+        second.carry_reads_(grad_early)
+        # grad_scores write and grad_scores^T read.
         grad_met = pairs.between(table, 2).flatten(0, 1)
-        grad_late += torch.bmm(grad_met, early.flatten(0, 1)).view(late.shape)  # (29): grad_scores write
-        grad_early += torch.bmm(grad_met.mT, late.flatten(0, 1)).view(early.shape)  # (29): grad_scores^T read
+        grad_late += torch.bmm(grad_met, early.flatten(0, 1)).view(late.shape)
+        grad_early += torch.bmm(grad_met.mT, late.flatten(0, 1)).view(early.shape)
         grad_steps = Steps(*(torch.stack(both, 2).flatten(1, 2) for both in zip(grad_first, grad_second)))
     return grad_steps
 
