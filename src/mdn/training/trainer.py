@@ -194,7 +194,8 @@ class RecipeTrainer(Trainer):
         self._last_inputs: dict[str, Any] = {}
         self._staging = False
         self._decayed = decayed_parameters(model, recipe.training.decay_gates)
-        self._start_token = model.config.bos_token_id
+        config: Any = model.config
+        self._start_token = config.bos_token_id
         refuse_sequence_parallelism(arguments.parallelism_config)
         super().__init__(
             model=model, args=arguments, train_dataset=dataset, data_collator=collator, processing_class=tokenizer
