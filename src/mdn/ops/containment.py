@@ -3,8 +3,9 @@
 Inside a chunk a later token has weight zero in an earlier output, and 0 * NaN is NaN. What is not finite also stays in
 the state for good, even at a decay of zero. So if a final state is not finite (one sum shows it), the rule is computed
 once more without the damaged numbers, and then everything that the recurrence would lose is made NaN: all from the
-damaged token on, or one column of it if only v was damaged. On a CPU only: a GPU would have to wait for the host, and a
-compiler cannot trace it.
+damaged token on, or one column of it if only v was damaged. A column of a final state becomes NaN in every row, also
+where the recurrence would keep a number: whatever reads that column is NaN either way. On a CPU only: a GPU would have
+to wait for the host, and a compiler cannot trace it.
 """
 
 from __future__ import annotations
