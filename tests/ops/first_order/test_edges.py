@@ -125,10 +125,17 @@ def test_raw_gates_and_their_parameters_are_named(rule: str, given: dict[str, An
         chunk(rule)(**arguments(rule, T=5) | made | given, **options)
 
 
-def test_kda_names_a_missing_raw_gate_and_a_wrong_bound():
+@pytest.mark.parametrize("form", [chunk, recurrent])
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
+def test_a_missing_raw_gate_is_named(rule: str, form: Any):
+    with pytest.raises(
+        ValueError, match=r"^g must be a (raw gate with use_gate_in_kernel=True|torch.Tensor), got None"
+    ):
+        form(rule)(**arguments(rule, T=5) | {"g": None}, use_gate_in_kernel=True, A_log=torch.zeros(2))
+
+
+def test_kda_names_a_wrong_bound():
     tensors, options = arguments("kda", T=5), {"use_gate_in_kernel": True, "A_log": torch.zeros(2)}
-    with pytest.raises(ValueError, match=r"g must be a torch.Tensor, got NoneType"):
-        chunk("kda")(**tensors | {"g": None}, **options)
     for bound in ("low", 1.0, float("-inf")):
         with pytest.raises(ValueError, match="lower_bound must be a finite number <= 0 or None, got"):
             chunk("kda")(**tensors, **options, lower_bound=bound)
@@ -224,6 +231,30 @@ def test_a_step_runs_on_the_backend_that_was_requested(rule: str, monkeypatch: p
         step(rule)(**token(rule), state=slots(2), backend="triton")
     with pytest.raises(RuntimeError, match="the native kernel was called"):
         step(rule)(**token(rule, V=5), state=torch.zeros(2, 2, 8, 5), backend="cpu")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_transposed_state_is_updated_by_torch_and_refused_for_the_kernel(rule: str):
+    tensors, plain, transposed = token(rule), slots(2), torch.zeros(2, 2, 6, 8).mT
+    expected = step(rule)(**tensors, state=plain)
+    with pytest.raises(ValueError, match="backend='cpu' needs a state that is contiguous in its last dimension, got"):
+        step(rule)(**tensors, state=transposed, backend="cpu")
+    torch.testing.assert_close(step(rule)(**tensors, state=transposed), expected)
+    torch.testing.assert_close(transposed, plain)
+
+
+@pytest.mark.parametrize(
+    ("z_state", "message"),
+    [
+        (torch.zeros(1, 1, 8).expand(2, 2, 8), "z_state must not overlap itself to be updated in place"),
+        (torch.zeros(2, 2, 8, device="meta"), "z_state must be on the device of the state, cpu, got meta"),
+    ],
+)
+def test_a_normaliser_that_cannot_be_updated_is_refused_before_the_state_changes(z_state: Tensor, message: str):
+    state = slots(2)
+    with pytest.raises(ValueError, match=message):
+        step("linear_attn")(**token("linear_attn"), state=state, z_state=z_state)
+    assert not state.any()
 
 
 @pytest.mark.native

@@ -14,7 +14,7 @@ from torch import Tensor
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors, expand_heads
 from mdn.ops.first_order.rule import Rule, SharedArguments
-from mdn.ops.shared_checks import check_floating, refuse_gradients
+from mdn.ops.shared_checks import check_floating, may_overlap, refuse_gradients
 
 if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan
@@ -109,7 +109,14 @@ def linear_attn_step(
     if not isinstance(z_state, Tensor) or z_state.shape != state.shape[:3] or z_state.dtype != state.dtype:
         given = [z_state.dtype, list(z_state.shape)] if isinstance(z_state, Tensor) else type(z_state).__name__
         raise ValueError(f"z_state must be {state.dtype} {list(state.shape[:3])}, as the state without V, got {given}")
-    refuse_gradients("linear_attn_step", "linear_attn", (z_state,), ("z_state",))  # before the state changes
+    if z_state.device != state.device:
+        raise ValueError(f"z_state must be on the device of the state, {state.device}, got {z_state.device}")
+    if may_overlap(z_state):
+        raise ValueError(
+            f"z_state must not overlap itself to be updated in place, got strides {list(z_state.stride())}"
+        )
+    refuse_gradients("linear_attn_step", "linear_attn", (z_state,), ("z_state",))
+    # The state changes from here on, and nothing about z_state may be refused any more.
     wide = v.to(torch.promote_types(v.dtype, torch.float32))  # so that o is rounded once, after the division
     o = LINEAR_ATTN.step(tensors._replace(v=wide), state, *options)
     ones = z_state.new_ones(*v.shape[:2], 1)

@@ -213,7 +213,10 @@ class Rule:
         if raw.use_gate_in_kernel or raw.use_beta_sigmoid_in_kernel:  # raw gates have the shapes of gates
             self.check(tensors, scale=None)
         log_alpha = tensors.log_alpha
-        if raw.use_gate_in_kernel and log_alpha is not None:
+        if raw.use_gate_in_kernel:
+            if log_alpha is None:
+                name = self.arguments["log_alpha"]
+                raise ValueError(f"{name} must be a raw gate with use_gate_in_kernel=True, got None")
             log_alpha = log_decay_from(log_alpha, raw.A_log, raw.dt_bias, raw.lower_bound, self.vector)
         beta = writing_strength(tensors.beta, raw.use_beta_sigmoid_in_kernel, raw.allow_neg_eigval)
         return tensors._replace(log_alpha=log_alpha, beta=beta)
@@ -266,6 +269,12 @@ class Rule:
         inputs.check_step_state(state, tensors, has_slots=state_indices is not None)
         slots = _slots(state_indices, state, tensors.v, read=False)
         chosen = self.backend_for(tensors, backend, decode=True)
+        if chosen == "cpu" and state.shape[-1] > 1 and state.stride(-1) != 1:  # the kernel reads rows of V numbers
+            name, request = requested_backend(backend)
+            if name != "auto":
+                given = f"strides {list(state.stride())}"
+                raise ValueError(f"{request} needs a state that is contiguous in its last dimension, got {given}")
+            chosen = "torch"
         if chosen == "cpu" and not self.vector:
             options = RuleOptions(factor, 1, normalise, self.p_times_alpha)
             return native_step(tensors, state, slots, options, self.erases)
