@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from definition import relative_error
+from mdn.layers import ShortConvolution
 from small_models import MODELS, small_model, tokens
 
 TOLERANCE = 1e-5
@@ -63,6 +64,32 @@ def test_prefill_fills_the_same_state_as_decoding():
             assert relative_error(decoded.recurrent_states[number], prefilled.recurrent_states[number]) < TOLERANCE
         for number in (0, 1, 2):
             torch.testing.assert_close(decoded.conv_states[number], prefilled.conv_states[number])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [1, 4])
+def test_the_window_holds_with_a_cache_that_forgets_nothing(window):
+    model = small_model("attention", window_size=window)
+    ids = tokens(2, 14)
+    expected = model(ids, use_cache=False).logits
+    for sizes in ([6] + [1] * 8, [6, 3, 1, 4], [1] * 14):
+        cache = DynamicCache()
+        assert relative_error(in_pieces(model, ids, sizes, cache=cache), expected) < TOLERANCE
+        assert cache.get_seq_length() == 14
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["momentum_deltanet", "mamba2"])
+def test_weights_of_convolutions_may_have_strides(name):
+    """As weights have that were transposed by a view when they were converted."""
+    model = small_model(name, **({} if name == "mamba2" else {"conv_bias": True}))
+    for layer in model.modules():
+        if isinstance(layer, ShortConvolution):
+            weight, bias = layer.weight[:, 0].T.contiguous(), torch.randn(layer.channels, 2)
+            layer.weight, layer.bias = torch.nn.Parameter(weight.T.unsqueeze(1)), torch.nn.Parameter(bias[:, 0])
+    ids = tokens(2, 12)
+    expected = model(ids, use_cache=False).logits
+    assert relative_error(in_pieces(model, ids, [6] + [1] * 6), expected) < TOLERANCE
 
 
 # ---------------------------------------------------------------------------------------------------------- padding

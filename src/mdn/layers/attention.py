@@ -141,7 +141,8 @@ class Attention(Mixer):
             return self._attend_packed(q, k, v, layout)
         queries = layout.leave(q).transpose(1, 2)
         columns = keys.shape[2]
-        if time == 1 and layout.key_mask is None:  # the cache holds no column before the window
+        sees_all = self.window_size is None or columns <= self.window_size  # a plain DynamicCache() forgets nothing
+        if time == 1 and layout.key_mask is None and sees_all:
             return self._attend(queries, keys, values).transpose(1, 2)
         mask = causal_mask(time, columns, self.window_size, q.device)
         if layout.key_mask is not None:

@@ -96,7 +96,8 @@ class LayerState:
         keys, values = self.cache.update(keys, values, self.layer_idx)
         layer = self.cache.layers[self.layer_idx]
         layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-        if window == 1:  # transformers keeps the columns [-(window - 1):], which for a window of 1 are all of them
+        # A sliding cache layer keeps the columns [-(window - 1):], which for a window of 1 are all of them.
+        if window == 1 and getattr(layer, "is_sliding", False):
             layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]
         return keys, values
 

@@ -165,10 +165,11 @@ class ShortConvolution(CausalWindow):
         self.channels //= ranks
 
     def advance(self, x: Tensor, state: Tensor) -> Tensor:
-        fits = x.shape[1:] == self.weight.shape[:1] and state.shape == (*x.shape, self.width - 1)
-        native = fits and is_native(x, self.weight, self.bias, state) and state.is_contiguous()
-        if native and not torch.is_grad_enabled():
-            return convolution_step(x.contiguous(), self.weight, self.bias, state, self.activation)
+        weight, bias = self.weight, self.bias
+        fits = x.shape[1:] == weight.shape[:1] and state.shape == (*x.shape, self.width - 1)
+        native = fits and is_native(x, weight, bias, state) and state.is_contiguous()
+        if native and _are_contiguous(weight, bias) and not torch.is_grad_enabled():
+            return convolution_step(x.contiguous(), weight, bias, state, self.activation)
         window = torch.cat([state, x.to(state.dtype).unsqueeze(-1)], dim=-1)
         state.copy_(window[..., 1:])
         y = (window * self._taps().mT).sum(-1)
@@ -194,3 +195,8 @@ class ShortConvolution(CausalWindow):
 
     def extra_repr(self) -> str:
         return f"{self.channels}, width={self.width}, bias={self.bias is not None}, silu={self.activation}"
+
+
+def _are_contiguous(weight: Tensor, bias: Tensor | None) -> bool:
+    """The native step reads both as they lie in memory, without strides."""
+    return weight.is_contiguous() and (bias is None or bias.is_contiguous())
