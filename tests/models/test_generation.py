@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from accelerate import cpu_offload
 from transformers import DynamicCache
 
 from small_models import MODELS, VOCABULARY, small_model, tokens
@@ -120,6 +121,40 @@ def test_a_cache_returned_by_generate_can_be_used_for_the_next_turn():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", [*MODELS, "rwkv7 with its own blocks"])
+def test_a_turn_in_inference_mode_and_one_outside_may_follow_each_other(name):
+    fields = {"mixer": "rwkv7", "mlp": "rwkv7"} if name == "rwkv7 with its own blocks" else {}
+    model = small_model(name, **fields)
+    ids, cache = tokens(2, 6), None
+    for turn, mode in enumerate((torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad)):
+        with mode():
+            found = generate(model, ids, 5, past_key_values=cache, return_dict_in_generate=True)
+            cache = copy.deepcopy(found.past_key_values) if turn == 2 else found.past_key_values
+        assert found.sequences.equal(generate(model, ids, 5, use_cache=False))
+        ids = torch.cat([found.sequences, tokens(2, 3, seed=turn)], dim=1)
+    model.train()(ids[:, -3:], labels=ids[:, -3:], past_key_values=cache).loss.backward()
+
+
+def test_the_beams_of_inference_mode_leave_a_cache_that_can_be_continued():
+    model, ids = small_model(), tokens(1, 6)
+    with torch.inference_mode():
+        cache = generate(model, ids, 4, num_beams=2, return_dict_in_generate=True).past_key_values
+        cache.batch_select_indices(torch.tensor([0]))
+    with torch.no_grad():
+        model(ids[:, :1], past_key_values=cache)
+        model(ids, past_key_values=cache)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*MODELS, "mamba2 with groups"])
+def test_weights_may_be_elsewhere_until_a_module_is_called(name):
+    """accelerate brings the weights of every module for its call and takes them away again."""
+    fields = {"mixer": "mamba2", "mixer_options": {"n_groups": 2}} if name == "mamba2 with groups" else {}
+    model, ids = small_model(name, **fields), tokens(2, 9)
+    expected = generate(model, ids)
+    assert generate(cpu_offload(model, execution_device="cpu"), ids).equal(expected)
+
+
 def test_several_samples_per_prompt_and_prompts_given_as_embeddings():
     model = small_model()
     ids = tokens(1, 5)

@@ -48,7 +48,14 @@ class CausalWindow(nn.Module):
         raise NotImplementedError
 
     def step(self, x: Tensor, state: Tensor, slots: Tensor | None = None) -> Tensor:
-        """The same; with ``slots`` (int64 ``[B]``) the state of row b is ``state[slots[b]]``."""
+        """The same; with ``slots`` (int64 ``[B]``) the state of row b is ``state[slots[b]]``.
+
+        A call of the module, because hooks of other libraries bring the weights to where they are used.
+        """
+        y: Tensor = self(x, state=state, slots=slots, step=True)[0]
+        return y
+
+    def _step(self, x: Tensor, state: Tensor, slots: Tensor | None) -> Tensor:
         if x.dim() != 2 or x.shape[1] != self.channels:
             raise ValueError(f"x must have shape [B, {self.channels}], got {list(x.shape)}")
         rows = x.shape[0] if slots is None else state.shape[0]
@@ -73,11 +80,17 @@ class CausalWindow(nn.Module):
         state: Tensor | None = None,
         return_state: bool = False,
         context_parallel: ContextParallelPlan | None = None,
+        slots: Tensor | None = None,
+        step: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """y, and with ``return_state`` the state after the last token; ``state=None``: nothing came before.
 
         With a plan (its own, or the layout's) x holds one rank's tokens and states are those of all documents.
+        ``step`` and ``slots`` are for the method ``step``.
         """
+        if step:
+            assert state is not None
+            return self._step(x, state, slots), state
         if x.dim() != 3 or x.shape[2] != self.channels:
             raise ValueError(f"x must have shape [B, T, {self.channels}], got {list(x.shape)}")
         if layout is None:

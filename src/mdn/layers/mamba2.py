@@ -30,6 +30,20 @@ class ResidualLinear(Linear):
     """The last projection of a block; its initial values shrink with the depth of the model."""
 
 
+class GroupedRMSNorm(RMSNorm):
+    """RMS norm in groups of channels, each with its own mean square."""
+
+    def __init__(self, dim: int, eps: float, groups: int):
+        super().__init__(dim, eps)
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.groups == 1:
+            return super().forward(x)
+        groups = x.unflatten(-1, (self.groups, -1))
+        return F.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(-2) * self.weight.to(x.dtype)
+
+
 class Mamba2(Mixer):
     no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
 
@@ -58,7 +72,7 @@ class Mamba2(Mixer):
         self.num_heads, self.head_dim, self.state_size = self.inner_size // head_dim, head_dim, state_size
         if self.num_heads % n_groups:
             raise ValueError(f"n_groups must divide the number of heads, {self.num_heads}, got {n_groups}")
-        self.n_groups, self.norm_groups = n_groups, n_groups if norm_groups is None else norm_groups
+        self.n_groups = n_groups
         self.dt_limit = float(dt_limit[0]), float(dt_limit[1])
         channels = self.inner_size + 2 * n_groups * state_size
         self.conv1d = ShortConvolution(channels, conv_kernel, use_conv_bias)
@@ -66,7 +80,7 @@ class Mamba2(Mixer):
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
         self.D = nn.Parameter(torch.empty(self.num_heads))
-        self.norm = RMSNorm(self.inner_size, norm_eps)
+        self.norm = GroupedRMSNorm(self.inner_size, norm_eps, n_groups if norm_groups is None else norm_groups)
         self.out_proj = ResidualLinear(self.inner_size, hidden_size, bias=use_bias)
         self.reset_parameters()
 
@@ -111,13 +125,8 @@ class Mamba2(Mixer):
     def _normed(self, o: Tensor, z: Tensor) -> Tensor:
         """rmsnorm(o * silu(z)), in groups of channels."""
         dtype = torch.promote_types(o.dtype, torch.float32)
-        gated = o.to(dtype) * F.silu(z.to(dtype))
-        if self.norm_groups == 1:
-            normed: Tensor = self.norm(gated)
-            return normed.to(o.dtype)
-        groups = gated.unflatten(-1, (self.norm_groups, -1))
-        normed = F.rms_norm(groups, groups.shape[-1:], eps=self.norm.eps).flatten(-2)
-        return (normed * self.norm.weight.to(dtype)).to(o.dtype)
+        normed: Tensor = self.norm(o.to(dtype) * F.silu(z.to(dtype)))
+        return normed.to(o.dtype)
 
     def state_shapes(self) -> dict[str, StateShape]:
         return {
