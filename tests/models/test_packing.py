@@ -43,6 +43,44 @@ def test_every_way_to_mark_a_pack_gives_the_samples_apart(name, kind):
     assert relative_error(together, apart) < 1e-5
 
 
+def test_the_trainer_leaves_the_marks_of_a_pack_in_the_batch(tmp_path):
+    model, ids = small_model(), tokens(1, sum(LENGTHS))
+    marks = packed_inputs("seq_idx")
+    labels = ids.clone()
+    labels[0, packed_inputs("cu_seqlens")["cu_seqlens"][:-1]] = -100  # as collators do: the Trainer counts the labels
+    expected = model(ids, labels=labels, **marks).loss.item()
+    options = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "per_device_eval_batch_size": 1}
+    data = [{"input_ids": ids[0], "labels": labels[0], "seq_idx": marks["seq_idx"][0]}]
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), **options), eval_dataset=data)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    data = [{"input_ids": ids[0], "labels": labels[0], **packed_inputs("cu_seqlens")}]
+    with pytest.raises(ValueError, match=r"cu_seqlens must have shape \[N \+ 1\]"):  # a column has one row too many
+        trainer.evaluate(data)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_may_lie_on_several_devices(name):
+    """As with device_map="auto" on several GPUs; here the second device is meta."""
+    model, ids = small_model(name), tokens(2, 13)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+
+    def move(module, arguments, options):
+        return (arguments[0].to("meta"), *arguments[1:]), options
+
+    for module in (model.model.layers[1], model.model.norm, model.lm_head):
+        module.to("meta")
+    model.model.layers[1].register_forward_pre_hook(move, with_kwargs=True)
+    first = model(ids[:, :9], attention_mask=mask[:, :9], use_cache=True)
+    found = [first.logits, model(ids[:, :9], attention_mask=mask[:, :9], use_cache=False).logits]
+    for piece in (slice(9, 12), slice(12, 13)):
+        seen = mask[:, : piece.stop]
+        found.append(model(ids[:, piece], attention_mask=seen, past_key_values=first.past_key_values).logits)
+    assert [tuple(x.shape[:2]) for x in found] == [(2, 9), (2, 9), (2, 3), (2, 1)]
+    assert all(x.is_meta for x in found)
+
+
 def test_boundaries_on_the_cpu_serve_a_model_on_another_device():
     model, ids = small_model("hybrid").to("meta"), tokens(1, sum(LENGTHS)).to("meta")
     for kind in ("cu_seqlens", "boundaries"):

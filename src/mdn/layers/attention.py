@@ -146,7 +146,7 @@ class Attention(Mixer):
             return self._attend(queries, keys, values).transpose(1, 2)
         mask = causal_mask(time, columns, self.window_size, q.device)
         if layout.key_mask is not None:
-            mask = mask & layout.key_mask[:, None, None, -columns:]
+            mask = mask & layout.key_mask[:, None, None, -columns:].to(q.device)
             # A masked query may see itself, so that its row (dropped afterwards) is a number and not 0 / 0.
             mask = mask | causal_mask(time, columns, 1, q.device)
         o = self._attend(queries, keys, values, mask).transpose(1, 2)

@@ -67,8 +67,9 @@ class TokenLayout:
         self.key_mask = key_mask
         self.shared: dict[str, Tensor] = {}  # what a layer leaves for later ones of the same call
         self._positions = positions
-        self._rotary: dict[tuple[int, float], RotaryAngles] = {}
-        self._extended: dict[int, ExtendedIndices] = {}
+        # The layers of one model may lie on several devices (device_map).
+        self._rotary: dict[tuple[int, float, torch.device], RotaryAngles] = {}
+        self._extended: dict[tuple[int, torch.device], ExtendedIndices] = {}
 
     @property
     def num_sequences(self) -> int:
@@ -101,7 +102,7 @@ class TokenLayout:
         """int64 ``[B or 1, T]``: each token's place in its own sequence, the cached part included."""
         if self._positions is None:
             self._positions = self._make_positions(device)
-        return self._positions
+        return self._positions.to(device)
 
     def _make_positions(self, device: torch.device) -> Tensor:
         time = self.shape[1]
@@ -114,18 +115,20 @@ class TokenLayout:
 
     def rotary(self, dim: int, theta: float, device: torch.device) -> RotaryAngles:
         """RoPE's angles for heads of ``dim`` channels; computed once per call."""
-        if (dim, theta) not in self._rotary:
+        key = dim, theta, device
+        if key not in self._rotary:
             frequency = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
             angle = self.positions(device).unsqueeze(-1).unsqueeze(-1) * frequency
-            self._rotary[dim, theta] = RotaryAngles(angle.cos(), angle.sin())
-        return self._rotary[dim, theta]
+            self._rotary[key] = RotaryAngles(angle.cos(), angle.sin())
+        return self._rotary[key]
 
     # ---------------------------------------------------------------- room for the past in front of every sequence
 
     def extended_indices(self, width: int, device: torch.device) -> ExtendedIndices:
         """Where everything lies once every sequence has ``width`` extra entries in front, into which a short
         convolution puts its state."""
-        if width not in self._extended:
+        key = width, device
+        if key not in self._extended:
             assert self.boundaries is not None
             boundaries = self.boundaries.to(device)
             cu_seqlens, sequence_ids = boundaries.cu_seqlens, boundaries.sequence_ids
@@ -134,8 +137,8 @@ class TokenLayout:
             numbers = torch.arange(boundaries.num_sequences, device=device)
             front = ((cu_seqlens[:-1] + numbers * width).unsqueeze(-1) + places).reshape(-1)
             last = ((cu_seqlens[1:] + numbers * width).unsqueeze(-1) + places).reshape(-1)
-            self._extended[width] = ExtendedIndices(tokens, front, last)
-        return self._extended[width]
+            self._extended[key] = ExtendedIndices(tokens, front, last)
+        return self._extended[key]
 
 
 # ---------------------------------------------------------------------------------------- from the arguments of a call
