@@ -22,12 +22,11 @@ def assert_same(found, expected, relative=2e-5):
 # --------------------------------------------------------------------------------------------------------------- loss
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_the_trainer_reports_the_loss_of_its_evaluation(chunk, tmp_path):
+@pytest.mark.parametrize(("chunk", "smoothing"), [(None, 0.0), (4, 0.0), (None, 1e-9), (4, 1e-9)])
+def test_the_trainer_reports_the_loss_of_its_evaluation(chunk, smoothing, tmp_path):
     model, ids = small_model(loss_chunk_size=chunk), tokens(4, 12)
-    arguments = TrainingArguments(
-        str(tmp_path), per_device_eval_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True
-    )
+    options = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "label_smoothing_factor": smoothing}
+    arguments = TrainingArguments(str(tmp_path), per_device_eval_batch_size=4, **options)
     data = [{"input_ids": row, "labels": row} for row in ids]
     found = Trainer(model, arguments, eval_dataset=data).evaluate()
     assert found["eval_loss"] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-5)
