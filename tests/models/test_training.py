@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import cpu_offload
 from transformers import Trainer, TrainingArguments
 
 from mdn.models.loss import chunked_linear_cross_entropy
@@ -30,6 +31,16 @@ def test_the_trainer_reports_the_loss_of_its_evaluation(chunk, smoothing, tmp_pa
     data = [{"input_ids": row, "labels": row} for row in ids]
     found = Trainer(model, arguments, eval_dataset=data).evaluate()
     assert found["eval_loss"] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-5)
+
+
+def test_the_trainers_predictions_are_the_logits_unless_the_loss_is_chunked(tmp_path):
+    model, ids = small_model(loss_chunk_size=4), tokens(4, 12)
+    options = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "per_device_eval_batch_size": 4}
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), **options))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    assert trainer.predict(data).predictions == ()
+    model.config.loss_chunk_size = None
+    assert trainer.predict(data).predictions.shape == (4, 12, model.config.vocab_size)
 
 
 def test_the_loss_is_the_mean_cross_entropy_of_the_next_token():
@@ -77,6 +88,45 @@ def test_the_chunked_loss_equals_the_ordinary_one_and_holds_no_logits(chunk, tie
     assert model(ids).logits is not None  # without labels there is no loss to save
     torch.testing.assert_close(outputs.loss.detach(), loss)
     assert_same(torch.autograd.grad(outputs.loss, list(model.parameters())), expected)
+
+
+def adapted_head(model):
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    return peft.get_peft_model(model, settings)
+
+
+def head_with_bias(model):
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(model.config.vocab_size))
+    return model
+
+
+def head_with_hook(model):
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: 0.5 * logits)
+    return model
+
+
+def offloaded(model):
+    return cpu_offload(model, execution_device="cpu")
+
+
+def own_loss(model):
+    model.loss_function = lambda logits, shift_labels, **rest: logits.square().mean()
+    return model
+
+
+@pytest.mark.parametrize("change", [adapted_head, head_with_bias, head_with_hook, offloaded, own_loss])
+def test_the_loss_in_pieces_calls_a_head_that_is_more_than_a_matrix(change):
+    losses, ids = [], tokens(2, 15)
+    for chunk in (None, 4):
+        torch.manual_seed(3)
+        model = change(small_model(loss_chunk_size=chunk))
+        losses.append(model(ids, labels=ids).loss)
+    torch.testing.assert_close(losses[1], losses[0])
+    if change is adapted_head:
+        losses[1].backward()
+        head = model.get_output_embeddings()
+        assert all(part.default.weight.grad.abs().max() > 0 for part in (head.lora_A, head.lora_B))
 
 
 def test_the_chunked_loss_never_holds_more_logits_than_one_piece(monkeypatch):

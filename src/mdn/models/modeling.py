@@ -345,8 +345,8 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
 
         The loss is a mean over the labelled tokens, or a sum divided by ``num_items_in_batch``; with
         ``context_parallel`` over those of all ranks, while gradients are those of this rank's tokens. With
-        ``config.loss_chunk_size`` and labels the logits are never built and the output's ``logits`` is None.
-        ``where`` are the further arguments of ``MomentumDeltaNetModel.layout_of``, such as ``cu_seqlens``.
+        ``config.loss_chunk_size`` and labels the logits are never built and the output's ``logits`` is None, see
+        ``_chunks_loss``. ``cu_seqlens``, ``seq_idx`` and ``where`` are those of ``MomentumDeltaNetModel.layout_of``.
         """
         # Not in the signature: the Trainer takes every parameter with "label" in its name for a column of its data,
         # and reports no eval_loss where one is missing.
@@ -373,7 +373,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         )
         hidden_states = outputs.last_hidden_state
         loss, logits = None, None
-        if shift_labels is None or self.config.loss_chunk_size is None:
+        if shift_labels is None or not self._chunks_loss():
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden_states[:, kept])
         if shift_labels is not None:
@@ -399,6 +399,20 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         elif layout.boundaries is not None:
             last = layout.boundaries.to(labels.device).cu_seqlens[1:] - 1
         return shift_labels_left(labels, valid, last)
+
+    def _chunks_loss(self) -> bool:
+        """Whether the loss takes the head's matrix and not the head, piece by piece (``config.loss_chunk_size``).
+
+        A head that does more than to multiply by it (an adapter, a bias, a hook, weights that accelerate brings when it
+        is called) is called, and so is a ``loss_function`` of the user's own.
+        """
+        head = self.lm_head
+        is_matrix = (
+            type(head) in (Linear, nn.Linear, PackedLinear) and head.bias is None and "forward" not in vars(head)
+        )
+        hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+        is_bare = is_matrix and not any(hooks)
+        return self.config.loss_chunk_size is not None and is_bare and self.loss_function is ForCausalLMLoss
 
     def _loss(
         self,
