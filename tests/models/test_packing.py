@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, DynamicCache
+from transformers import DataCollatorWithFlattening, DynamicCache, Trainer, TrainingArguments
 
 from definition import relative_error
 from mdn.ops.boundaries import SequenceBoundaries

@@ -339,6 +339,8 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        cu_seqlens: Tensor | SequenceBoundaries | None = None,  # named, because the Trainer drops columns of its data
+        seq_idx: Tensor | None = None,  # that are no parameters here
         **where: Any,
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, T, V]`` and, with ``labels [B, T]`` (shifted here) or ``shift_labels [B, T]``, the loss.
@@ -353,6 +355,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         shift_labels: Tensor | None = where.pop("shift_labels", None)
         tokens = check_tokens(input_ids, inputs_embeds)
         refuse_unknown(self, where)
+        where |= {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         layout = self.model.layout_of(tokens, attention_mask, position_ids, past_key_values, **where)
         wants_loss = labels is not None or shift_labels is not None
         if wants_loss and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
