@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import DynamicCache
 
@@ -49,6 +50,52 @@ def test_replayed_steps_equal_those_of_the_layers(name, batch, weights, monkeypa
         for number, state in theirs.recurrent_states.items():
             if state is not None:
                 assert relative_error(mine.recurrent_states[number], state) < 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(set(MIXERS) - {"attention"}))
+def test_a_step_that_is_recorded_in_inference_mode_is_the_same_in_every_mode(name):
+    ids, found = tokens(2, 12), []
+    with torch.no_grad():
+        model, cache = started(name, weights="float32")
+        whole = model(torch.cat([tokens(2, 5), ids], dim=1)).logits[:, 5:]
+    for mode, piece in zip((torch.inference_mode, torch.no_grad, torch.inference_mode), ids.split(4, dim=1)):
+        with mode():
+            found.append(steps(model, cache, piece).clone())
+    assert isinstance(decode_program._programs[cache], DecodeProgram)
+    assert relative_error(torch.cat(found, dim=1), whole) < 1e-5
+
+
+@torch.no_grad()
+def test_a_model_that_was_made_in_inference_mode_is_not_recorded():
+    with torch.inference_mode():
+        model, cache = started("mamba2", weights="float32")
+    ids = tokens(2, 4)
+    whole = model(torch.cat([tokens(2, 5), ids], dim=1)).logits[:, 5:]
+    assert relative_error(steps(model, cache, ids), whole) < 1e-5
+    assert decode_program._programs[cache] is None
+
+
+@torch.no_grad()
+def test_steps_with_adapters_see_the_switches_of_peft():
+    peft = pytest.importorskip("peft")
+    model = small_model()
+    settings = peft.LoraConfig(target_modules=["q_proj", "o_proj", "down_proj"], init_lora_weights=False)
+    adapted, ids = peft.get_peft_model(model, settings).eval(), tokens(2, 12)
+    cache = adapted(ids[:, :5], use_cache=True).past_key_values
+    steps(adapted, cache, ids[:, 5:8])
+    other = copy.deepcopy(cache)
+    with adapted.disable_adapter():
+        found = adapted(ids[:, 8:9], past_key_values=cache).logits
+        expected = adapted(ids[:, 8:9], past_key_values=other).logits  # the first step of a cache is not replayed
+    assert relative_error(found, expected) < 1e-5
+    assert decode_program._programs[cache] is None
+
+
+@torch.no_grad()
+def test_weights_that_are_elsewhere_between_calls_are_not_kept_by_a_recording():
+    model, cache = started(weights="float32")
+    steps(cpu_offload(model, execution_device="cpu"), cache, tokens(2, 3))
+    assert decode_program._programs[cache] is None
 
 
 @torch.no_grad()

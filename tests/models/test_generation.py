@@ -1,12 +1,13 @@
 """Generation: greedy, sampling, beams, left padding, chunked prefill, saved caches; and what is refused."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from accelerate import cpu_offload
+from packaging.version import Version
 from transformers import DynamicCache
 
 from small_models import MODELS, VOCABULARY, small_model, tokens
@@ -120,7 +121,6 @@ def test_a_cache_returned_by_generate_can_be_used_for_the_next_turn():
     assert found.equal(greedy_by_hand(model, turn, 5))
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", [*MODELS, "rwkv7 with its own blocks"])
 def test_a_turn_in_inference_mode_and_one_outside_may_follow_each_other(name):
     fields = {"mixer": "rwkv7", "mlp": "rwkv7"} if name == "rwkv7 with its own blocks" else {}
@@ -155,6 +155,7 @@ def test_weights_may_be_elsewhere_until_a_module_is_called(name):
     assert generate(cpu_offload(model, execution_device="cpu"), ids).equal(expected)
 
 
+@torch.no_grad()
 def test_several_samples_per_prompt_and_prompts_given_as_embeddings():
     model = small_model()
     ids = tokens(1, 5)

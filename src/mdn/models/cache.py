@@ -7,6 +7,10 @@ layer type of the recurrent mixers, so that ``DynamicCache(config=config)`` buil
 
 from __future__ import annotations
 
+import copy
+from typing import Any, Self
+
+import torch
 from torch import Tensor
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, LinearAttentionLayer
 
@@ -38,6 +42,11 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
             ):
                 flags[self.number_of_states] = False
             self.number_of_states += 1
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        """In memory that may be written to in and outside of inference mode: the next turn may have another mode."""
+        with torch.inference_mode(False):
+            super().lazy_initialization(*args, **kwargs)
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs
@@ -85,7 +94,8 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
     def _select(self, choose) -> None:
         for states in (self.conv_states, self.recurrent_states):
             for number, state in states.items():
-                states[number] = None if state is None else choose(state)
+                with torch.inference_mode(False):  # see lazy_initialization
+                    states[number] = None if state is None else choose(state)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(lambda state: state.index_select(0, beam_idx.to(state.device)))
@@ -95,6 +105,13 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._select(lambda state: state[indices])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        with torch.inference_mode(False):  # see lazy_initialization
+            vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     # ---------------------------------------------------------------- what a recurrent state cannot do
 

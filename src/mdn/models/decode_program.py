@@ -8,6 +8,7 @@ this cache gets no other recording: beam search moves its states at every step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -33,8 +34,15 @@ def run_step(model: nn.Module, layers: Callable[[Tensor], Tensor], x: Tensor, ca
         _programs[cache] = FIRST_STEP
         return layers(x)
     if _programs[cache] is FIRST_STEP:
-        y, recorded = record(layers, x)
-        _programs[cache] = None if recorded is None else DecodeProgram(recorded, model, x, cache)
+        _programs[cache] = None
+        if _may_change_unseen(model) or _has_inference_tensors(model, cache):
+            return layers(x)
+        # In inference mode the recorder sees operations such as ``contiguous`` whole and takes their copies for views,
+        # and the memory of the program could be used in no other mode.
+        with torch.inference_mode(False):
+            y, recorded = record(layers, x)
+            if recorded is not None:
+                _programs[cache] = DecodeProgram(recorded, model, x, cache)
         return y
     program: DecodeProgram | None = _programs[cache]
     if program is None:
@@ -50,6 +58,22 @@ def can_record(x: Tensor, cache: Any) -> bool:
     if torch.is_grad_enabled() or x.shape[1] != 1 or not is_native(x) or torch.is_autocast_enabled("cpu"):
         return False
     return all(getattr(layer, "has_recurrent_state", {}).get(0) for layer in cache.layers)
+
+
+def _may_change_unseen(model: nn.Module) -> bool:
+    """Whether some module can compute something else while all that ``DecodeProgram`` watches stays: PEFT switches
+    adapters by a flag, and where ``forward`` was replaced, as accelerate does, weights may come and go."""
+    parts = (module for module in model.modules() if module is not model)  # transformers' models have the method, too
+    return "forward" in vars(model) or any(
+        hasattr(type(part), "disable_adapters") or "forward" in vars(part) for part in parts
+    )
+
+
+def _has_inference_tensors(model: nn.Module, cache: Any) -> bool:
+    """Whether weights or states were made in inference mode, whose rules then hold for them everywhere."""
+    states = (x for layer in cache.layers for x in (*layer.conv_states.values(), *layer.recurrent_states.values()))
+    tensors = itertools.chain(model.parameters(), model.buffers(), states)
+    return any(x is not None and x.is_inference() for x in tensors)
 
 
 class DecodeProgram:
