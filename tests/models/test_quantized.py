@@ -202,6 +202,15 @@ def test_what_cannot_be_quantised_or_loaded_is_refused_in_one_line(tmp_path):
     message()
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_tokens_outside_the_vocabulary_are_refused_by_name(format):
+    model = small_model().quantize(format)
+    assert model.get_input_embeddings().num_embeddings == 61
+    for token in (61, 63, 200, -1, -5):
+        with pytest.raises(IndexError, match=rf"input_ids must lie in 0..60 .*, got {min(token, 3)}..{max(token, 3)}"):
+            model(torch.tensor([[3, token]]))
+
+
 def test_damaged_scales_are_refused(tmp_path):
     model = small_model().quantize("int8")
     model.lm_head.scales.view(torch.float32)[0, 3] = float("nan")

@@ -84,7 +84,15 @@ class Packed(nn.Module):
 class PackedEmbedding(Packed):
     """Rows of a packed matrix; with tied weights it shares its buffers with the head."""
 
+    @property
+    def num_embeddings(self) -> int:
+        return self.outputs
+
     def forward(self, ids: Tensor) -> Tensor:
+        if ids.is_cpu and ids.numel() and not torch.compiler.is_compiling():
+            low, high = ids.aminmax()
+            if int(low) < 0 or int(high) >= self.outputs:  # the panels are padded with zeros, and -1 is the last row
+                raise IndexError("index out of range in self")  # as nn.Embedding says it
         rows = unpack(self.packed_weight, ids.reshape(-1))
         return rows.view(*ids.shape, self.inputs)
 
