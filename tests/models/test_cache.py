@@ -266,6 +266,22 @@ def test_cropping_is_refused_and_says_what_to_do():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("attention", [0, 2])
+def test_after_a_refused_crop_a_cache_is_whole_or_refused(attention):
+    model = small_model(num_hidden_layers=3, attn={"layers": [attention], "num_heads": 4})
+    ids = tokens(1, 15)
+    cache = model(ids[:, :12], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="Attention layers before this one are shortened already"):
+        cache.crop(-5)
+    if attention == 0:
+        with pytest.raises(ValueError, match=r"cannot be continued: its layers hold \[7, 12, 12\] columns"):
+            model(ids[:, 12:], past_key_values=cache)
+    else:
+        found = model(ids[:, 12:], past_key_values=cache).logits
+        assert relative_error(found, model(ids).logits[:, 12:]) < TOLERANCE
+
+
+@torch.no_grad()
 def test_a_reset_cache_starts_over():
     model = small_model()
     ids = tokens(1, 12)

@@ -1,4 +1,4 @@
-"""What a call of the model refuses: tokens and labels of the wrong shape, and rows that accelerate has cut."""
+"""What a call of the model refuses: tokens and labels of the wrong shape, broken caches, rows that accelerate cut."""
 
 from __future__ import annotations
 
@@ -28,6 +28,17 @@ def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tens
 def check_labels(name: str, labels: Tensor, layout: TokenLayout) -> None:
     if tuple(labels.shape) != layout.shape:
         raise ValueError(f"{name} must have the tokens' shape {list(layout.shape)}, got {list(labels.shape)}")
+
+
+def check_lengths(past_key_values: Any) -> None:
+    """All layers must have seen the same columns. ``cache.crop`` shortens attention layers one after the other, up to
+    the first recurrent one, which refuses; and an interrupted call leaves the later layers behind."""
+    lengths = [layer.get_seq_length() for layer in past_key_values.layers]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"past_key_values cannot be continued: its layers hold {lengths} columns, because a crop was refused or a "
+            "call was interrupted; start again from a copy or an empty cache"
+        )
 
 
 def refuse_sequence_parallelism(parallelism: Any = None) -> None:

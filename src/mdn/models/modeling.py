@@ -28,7 +28,7 @@ from mdn.layers.init import initialise
 from mdn.layers.linear import Linear, Packed, PackedLinear
 from mdn.layers.mixer import RECURRENT_LAYER_TYPE
 from mdn.models import cache as _registers_the_cache_layer  # noqa: F401
-from mdn.models.call_checks import check_labels, check_tokens, refuse_sequence_parallelism
+from mdn.models.call_checks import check_labels, check_lengths, check_tokens, refuse_sequence_parallelism
 from mdn.models.config import MomentumDeltaNetConfig, check_weight_format
 from mdn.models.decode_program import can_record, run_step
 from mdn.models.loss import chunked_linear_cross_entropy, shift_labels_left
@@ -281,6 +281,8 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
             raise ValueError(
                 "past_key_values: attention layers here need a DynamicCache(config=model.config), not a StaticCache"
             )
+        if self.has_attention and past_key_values is not None and not torch.compiler.is_compiling():
+            check_lengths(past_key_values)
         return make_layout(
             (tokens.shape[0], tokens.shape[1]),
             attention_mask=attention_mask,
