@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -41,17 +43,18 @@ def test_a_backward_pass_inside_autocast_has_the_gradients_of_one_outside(form) 
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-def test_a_batch_without_rows_is_computed_in_every_form() -> None:
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_batch_without_rows_is_computed_in_every_form(backend: str) -> None:
     inputs = {name: x[:0] for name, x in plain_inputs().items()}
-    for form in (chunk_momentum_delta_rule, recurrent_momentum_delta_rule, blockwise_momentum_delta_rule):
+    chunk = partial(chunk_momentum_delta_rule, backend=backend)
+    for form in (chunk, recurrent_momentum_delta_rule, blockwise_momentum_delta_rule):
         o, state = form(**inputs, output_final_state=True)
         assert (o.shape, state.shape) == ((0, 9, 2, 8), (2, 0, 2, 8, 8))
         packed = {name: x[:1, :0] for name, x in plain_inputs().items()}
         nothing = SequenceBoundaries.from_attention_mask(torch.ones(0, 9))
         assert form(**packed, cu_seqlens=nothing).o.shape == (1, 0, 2, 8)
     token = {name: x[:, 0] for name, x in inputs.items()}
-    for backend in ("torch", "cpu"):
-        assert momentum_delta_step(**token, state=torch.empty(2, 0, 2, 8, 8), backend=backend).shape == (0, 2, 8)
+    assert momentum_delta_step(**token, state=torch.empty(2, 0, 2, 8, 8), backend=backend).shape == (0, 2, 8)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])

@@ -233,6 +233,7 @@ def test_a_step_runs_on_the_backend_that_was_requested(rule: str, monkeypatch: p
         step(rule)(**token(rule, V=5), state=torch.zeros(2, 2, 8, 5), backend="cpu")
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("rule", RULES)
 def test_a_transposed_state_is_updated_by_torch_and_refused_for_the_kernel(rule: str):
     tensors, plain, transposed = token(rule), slots(2), torch.zeros(2, 2, 6, 8).mT
@@ -339,7 +340,8 @@ def test_derivatives_that_a_chunkwise_form_does_not_have_raise_and_name_the_way_
     torch.testing.assert_close(tangent, o)  # all rules are linear in v
 
 
-@ON_EVERY_BACKEND
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("rule", RULES)
 def test_a_second_derivative_is_right_or_refused(rule: str, backend: str):
     """With respect to every pair of inputs, through `autograd.grad`, which stops where a gradient has no edges."""
     tensors = arguments(rule, B=1, T=4, H=1, HV=1, K=3, V=2, gates="mild", dtype=torch.float32)

@@ -49,7 +49,7 @@ class _UnitLowerSolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, erase: Tensor, given: Tensor) -> Tensor:
-        X = torch.linalg.solve_triangular(erase, given, upper=False, unitriangular=True)
+        X: Tensor = torch.linalg.solve_triangular(erase, given, upper=False, unitriangular=True)
         ctx.save_for_backward(erase, X)
         return X
 
