@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from conformance import Case, check, public_function
 from definition import make_inputs
@@ -236,6 +237,15 @@ def test_a_backend_for_rules_that_would_not_call_it_is_refused() -> None:
         registration = backends.registered_backend("mine", SimpleNamespace(), family)
         with pytest.raises(ValueError, match=f"family must be 'momentum' or 'vector momentum' .*, got '{family}'"):
             registration.__enter__()
+
+
+@pytest.mark.native
+def test_explain_says_that_a_subclass_need_not_have_memory() -> None:
+    x = TwoTensor(torch.ones(1), torch.ones(1))
+    reason = "the native kernel reads memory, which a TwoTensor need not have"
+    assert explain_backend(x, rule="kda") == f"auto -> torch: cpu cannot be used: {reason}"
+    assert explain_backend(x, "cpu", rule="gated_delta_rule") == f"cpu: not usable, {reason}"
+    assert explain_backend(x).startswith("auto -> cpu")  # inside a custom op
 
 
 def test_explain_gives_the_reason_against_a_backend() -> None:

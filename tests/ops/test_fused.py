@@ -145,6 +145,26 @@ def test_labels_that_are_no_classes_are_refused() -> None:
 
 
 @pytest.mark.native
+def test_labels_that_were_overwritten_before_the_backward_pass_are_refused() -> None:
+    labels = torch.tensor([1, 2, 3])
+    loss = cross_entropy_sum(random(3, 7).requires_grad_(), labels)
+    labels += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.native
+def test_a_convolution_state_that_advanced_before_the_backward_pass_is_refused() -> None:
+    convolution = ShortConvolution(5, 3)
+    state = random(2, 5, 2)
+    y, _ = convolution(random(2, 4, 5), state=state)
+    with torch.no_grad():
+        convolution.step(random(2, 5), state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.native
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17, MOST_ROWS])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (4, 16), (17, 33), (35, 539), (70, 1100)])

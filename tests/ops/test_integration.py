@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from conformance import public_function, torch_chunk
 from definition import FIRST_ORDER, Tensors, leaves, make_inputs, relative_error, run_with_gradients
@@ -19,6 +20,7 @@ from mdn.ops import (
     recurrent_momentum_delta_rule,
 )
 from mdn.ops.cpu.program import record
+from mdn.ops.fused import swiglu
 
 
 def in_another_process(code: str, *arguments: str) -> None:
@@ -298,3 +300,91 @@ def test_both_states_of_a_pair_count_as_changed(which: int) -> None:
     versions = pair[which]._version
     momentum_delta_step(**token, p=None, state=tuple(pair), backend="cpu")
     assert pair[which]._version > versions
+
+
+# --------------------------------------------------------------------------------------------------- tensor subclasses
+
+SUBCLASSES = """
+import sys
+from functools import partial
+
+import torch
+from torch import distributed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
+
+from conformance import public_function
+from definition import make_inputs
+from mdn.ops import fused
+
+kind, rules = sys.argv[1], sys.argv[2].split(",")
+if kind == "DTensor":
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    wrapped, plain = lambda x: distribute_tensor(x, mesh, [Replicate()]), lambda x: x.to_local()
+elif kind == "TwoTensor":
+    wrapped, plain = lambda x: TwoTensor(x, x.clone()), lambda x: x.a
+else:
+    wrapped, plain = FakeTensorMode().from_tensor, lambda x: x
+
+
+def compare(function, inputs, chosen=None):
+    given = {name: x.contiguous() for name, x in inputs.items()}
+    others = {name: wrapped(x.clone()) if chosen in (None, name) else x.clone() for name, x in given.items()}
+    try:
+        found = function(**others)
+    except (NotImplementedError, RuntimeError, AssertionError) as error:  # what torch says about the subclass
+        reasons = ("sharding strategy", "mixed torch.Tensor and DTensor", "convert all Tensors to FakeTensors")
+        assert kind != "TwoTensor" and any(reason in str(error) for reason in reasons), error
+        return
+    expected = function(**given)
+    found, expected = (x if isinstance(x, torch.Tensor) else x[0] for x in (found, expected))
+    assert found.shape == expected.shape
+    # A plain state that is changed by a TwoTensor is changed twice.
+    if kind != "FakeTensor" and (chosen in (None, "state") or "state" not in inputs):
+        torch.testing.assert_close(plain(found) if type(found) is not torch.Tensor else found, expected)
+
+
+with torch.no_grad():
+    for rule in rules:
+        inputs = make_inputs(rule, T=20)
+        token = {name: x[:, 0] for name, x in make_inputs(rule, T=1, with_state=False).items()}
+        token["state"] = inputs["initial_state"]
+        for form, given in (("chunk", inputs), ("step", token)):
+            compare(public_function(rule, form), given)
+            for chosen in given:
+                compare(partial(public_function(rule, form), check_gates=False), given, chosen)
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    compare(lambda x, weight: fused.rms_norm(x, weight, 1e-6), {"x": x, "weight": weight})
+    compare(fused.swiglu, {"gate": x, "up": x})
+    compare(fused.cross_entropy_sum, {"logits": x, "labels": torch.tensor([0, 1, 2])})
+    for chosen in (None, "x", "weight"):
+        compare(fused.linear, {"x": x, "weight": torch.randn(5, 8)}, chosen)
+"""
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["DTensor", "FakeTensor", "TwoTensor"])
+def test_native_code_does_not_look_for_the_memory_of_a_subclass(kind: str) -> None:
+    rules = ["general", "vector", *(rule for rule in FIRST_ORDER if rule != "linear_attn")]
+    in_another_process(SUBCLASSES, kind, ",".join(rules))
+
+
+@pytest.mark.native
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@torch.no_grad()
+def test_a_tracer_sees_torch_operations_where_native_code_would_have_run() -> None:
+    inputs = {name: x[:, 0] for name, x in make_inputs("gated_delta_rule", T=1, with_state=False).items()}
+
+    def compute(q: Tensor, state: Tensor) -> Tensor:
+        o = public_function("gated_delta_rule", "step")(**inputs | {"q": q}, state=state, check_gates=False)
+        return swiglu(o, o)
+
+    q, state = inputs["q"], make_inputs("gated_delta_rule", T=1)["initial_state"]
+    expected = compute(2 * q, state.clone())
+    for traced in (
+        make_fx(compute)(q, state.clone()),
+        torch.jit.trace(compute, (q, state.clone()), check_trace=False),
+    ):
+        assert relative_error(traced(2 * q, state.clone()), expected) <= 2e-6

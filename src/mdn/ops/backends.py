@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdn.ops.shared_checks import PLAIN_TYPES, in_plain_memory
+
 BACKENDS = ("auto", "torch", "cpu", "triton", "fla")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -230,6 +232,8 @@ def why_not(
     if backend == "fla" and decode:
         return "FLA's kernels are used for whole sequences, not for decode steps"
     reason = _why_not(backend, str(tensor.device), tensor.dtype)
+    if reason is None and backend == "cpu":
+        reason = _why_not_in_memory(tensor, family)
     if reason is None and backend == "triton" and v is not None:
         from mdn.ops.triton.availability import why_unsupported
 
@@ -262,6 +266,15 @@ def _why_not_cpu(device: str, dtype: torch.dtype) -> str | None:
         return f"the native kernel takes float32 and bfloat16, this tensor is {dtype}"
     reason: str | None = backend_module("cpu").why_unavailable()
     return reason
+
+
+def _why_not_in_memory(tensor: Tensor, family: str) -> str | None:
+    """The kernels of the momentum rule are inside a custom op, which such tensors know how to pass."""
+    if family == "momentum" or tensor.is_meta or torch.compiler.is_compiling() or in_plain_memory((tensor,)):
+        return None
+    if type(tensor) in PLAIN_TYPES:
+        return "neither tracers nor torch.func can see into the native kernel"
+    return f"the native kernel reads memory, which a {type(tensor).__name__} need not have"
 
 
 def _why_not_fla(device: str, dtype: torch.dtype) -> str | None:

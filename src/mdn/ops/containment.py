@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.shared_checks import values_can_be_read
 
 DAMAGING = ("k", "p", "erase_key")
 """the vectors ``[B, T, H, K]`` of a token that reach the state, where a rule has them; v reaches it too"""
@@ -46,7 +47,7 @@ def contain_damage(
 
 def looks_damaged(final_state: Tensor) -> bool:
     """Whether a state is not finite, where that can be found out cheaply."""
-    if final_state.device.type != "cpu" or torch.compiler.is_compiling():
+    if not values_can_be_read(final_state):
         return False
     return not math.isfinite(final_state.detach().sum().item())
 

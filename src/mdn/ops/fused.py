@@ -16,12 +16,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from mdn.ops.cpu import layers as native
 from mdn.ops.cpu import why_unavailable
 from mdn.ops.cpu.linear import MOST_ROWS, linear_of_rows
+from mdn.ops.shared_checks import in_plain_memory
 
 IGNORE_INDEX = -100
 """the label of a position that counts for nothing, as in torch's cross_entropy"""
@@ -50,8 +51,7 @@ def is_native(*tensors: Tensor | None) -> bool:
             return False
     if _definitions_only or torch.compiler.is_compiling() or why_unavailable() is not None:
         return False
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return not transformed
+    return in_plain_memory(tensors) and forward_ad._current_level < 0
 
 
 def any_requires_gradient(tensors: Iterable[Tensor | None]) -> bool:
@@ -66,6 +66,11 @@ class Kernel(Generic[Result]):
         every call of the kernel, so by comparing shapes and nothing else."""
         raise NotImplementedError
 
+    @property
+    def constants(self) -> tuple[Tensor, ...]:
+        """What the backward pass reads beside the tensors; it must not change before."""
+        return ()
+
     def definition(self, *tensors: Any) -> Result:
         raise NotImplementedError
 
@@ -78,7 +83,7 @@ class Kernel(Generic[Result]):
         raise NotImplementedError
 
     def __call__(self, *tensors: Tensor | None) -> Result:
-        if not is_native(*tensors) or not self.fits(*tensors):
+        if not is_native(*tensors) or not self.fits(*tensors) or not in_plain_memory(self.constants):
             return self.definition(*tensors)
         contiguous = [None if x is None else x.contiguous() for x in tensors]
         if any_requires_gradient(tensors):
@@ -91,18 +96,19 @@ class Kernel(Generic[Result]):
 class _NativeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Kernel[Any], *tensors: Tensor | None) -> Any:
-        ctx.kernel = kernel
-        ctx.save_for_backward(*tensors)
+        ctx.kernel, ctx.count = kernel, len(tensors)
+        ctx.save_for_backward(*tensors, *kernel.constants)
         result = kernel.forward(*tensors)
         ctx.is_one_tensor = isinstance(result, Tensor)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors[: ctx.count]  # raises if one of them or of the constants has changed
         if torch.is_grad_enabled():  # the gradient itself is to be differentiated
-            return None, *_gradients_of_definition(ctx.kernel, grads, ctx.saved_tensors)
+            return None, *_gradients_of_definition(ctx.kernel, grads, tensors)
         given = tuple(grad.contiguous() for grad in grads)
-        return None, *ctx.kernel.backward(given[0] if ctx.is_one_tensor else given, *ctx.saved_tensors)
+        return None, *ctx.kernel.backward(given[0] if ctx.is_one_tensor else given, *tensors)
 
 
 def _gradients_of_definition(
@@ -184,6 +190,10 @@ class Convolution(Kernel[Tensor]):
     settings: native.ConvolutionSettings
     define: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
+    @property
+    def constants(self) -> tuple[Tensor, ...]:
+        return () if self.settings.state is None else (self.settings.state,)
+
     def fits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         offsets, state, _ = self.settings
         channels, _, width = weight.shape
@@ -213,6 +223,10 @@ class _CrossEntropy(Kernel[Tensor]):
     def __init__(self, labels: Tensor):
         self.labels = labels
         self.log_sum: Tensor | None = None
+
+    @property
+    def constants(self) -> tuple[Tensor, ...]:
+        return (self.labels,)
 
     def fits(self, logits: Tensor) -> bool:
         labels = self.labels
@@ -253,7 +267,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     few = x.shape[-1] == weight.shape[-1] and 0 < x.numel() <= MOST_ROWS * weight.shape[-1]
     fits = weight.dim() == 2 and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
-    if not (few and fits) or not _is_plain(weight) or not is_native(x, weight, bias):
+    if not (few and fits) or not is_native(x, weight, bias) or not weight.is_contiguous():
         return F.linear(x, weight, bias)
     if torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
@@ -261,8 +275,3 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     y = linear_of_rows(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
     return y.view(*x.shape[:-1], len(weight))
-
-
-def _is_plain(weight: Tensor) -> bool:
-    """A matrix in memory: not one that is shared by several processes, packed by someone else or still missing."""
-    return type(weight) in (Tensor, nn.Parameter) and weight.is_contiguous()

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
@@ -34,12 +34,33 @@ def check_scale(scale: float | None, q: Tensor) -> float:
     return float(scale)
 
 
+PLAIN_TYPES = frozenset((Tensor, nn.Parameter, type(None)))
+_TRACING_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+
+
+def in_plain_memory(tensors: Iterable[Any]) -> bool:
+    """Whether native code may read and write the memory of these tensors (or None): the one place that decides it.
+
+    A subclass (DTensor, FakeTensor and others) need not have memory. A graph that is being compiled is not asked:
+    native code runs outside it, and sees the tensors then.
+    """
+    return PLAIN_TYPES.issuperset(map(type, tensors)) and not is_traced()
+
+
+def is_traced() -> bool:
+    """Whether torch computes with something else than numbers in memory, and follows torch operations only: inside
+    transforms of torch.func, torch.jit.trace, make_fx and FakeTensorMode."""
+    return (
+        torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
+        or (torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING_MODES)))
+    )
+
+
 def values_can_be_read(x: Tensor) -> bool:
-    """Not those of a GPU, for which the host would have to wait, and not while compiling or inside a transform of
-    torch.func, where a tensor may stand for many."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    return not torch._C._are_functorch_transforms_active()
+    """Not those of a GPU, for which the host would have to wait, and not where a tensor stands for others or for none:
+    while compiling or tracing, inside a transform of torch.func, of a subclass."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and in_plain_memory((x,))
 
 
 def check_log_decay(name: str, gate: Tensor) -> None:
@@ -124,7 +145,7 @@ def check_state_indices(state_indices: Tensor, state: Tensor, batch: int, read: 
         raise ValueError(
             f"state_indices must be on the device of the state, {state.device}, got {state_indices.device}"
         )
-    if read and state.device.type == "cpu" and not torch.compiler.is_compiling():
+    if read and values_can_be_read(state_indices):
         slots = state_indices.tolist()
         outside = [slot for slot in slots if not 0 <= slot < state.shape[0]]
         if outside:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from mdn.ops.cpu.bindings import Linear, call, optional_values, values
 from mdn.ops.cpu.huge_pages import prefer_huge_pages
+from mdn.ops.shared_checks import in_plain_memory
 
 PANEL, GROUP = 16, 32
 """outputs that are packed together; inputs per scale of ``int4``, to a multiple of which all formats are padded"""
@@ -176,6 +177,9 @@ class Product:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows [n, inputs] -> [n, outputs], float32; matrix i has the columns from ``places[i]`` on."""
+        if not in_plain_memory((rows,)):
+            what = f"a {type(rows).__name__}, a tracer or torch.func"
+            raise NotImplementedError(f"products with packed weights are native code, which cannot follow {what}")
         if self.depth != self.inputs:
             rows = F.pad(rows, (0, self.depth - self.inputs))
         rows = values("x", rows, torch.float32, (len(rows), self.depth))

@@ -24,6 +24,7 @@ from mdn.ops.first_order.reference import recurrent_form, step_
 from mdn.ops.momentum.interface import RuleOptions, compute_dtype
 from mdn.ops.momentum.step import prepared_once
 from mdn.ops.shared_checks import (
+    PLAIN_TYPES,
     check_initial_state,
     check_scale,
     check_state_indices,
@@ -110,7 +111,7 @@ class Rule:
         refuse_transforms(f"chunk_{self.name}", f"recurrent_{self.name}", (*tensors, shared.initial_state))
         if shared.check_gates:
             inputs.check_gate_values(tensors, self.arguments)
-        chosen = self.backend_for(tensors, backend)
+        chosen = self.backend_for(tensors, backend, shared.initial_state)
         if chosen == "fla":
             return self._call_fla(tensors, shared, hints)
         initial, boundaries = self._initial_state(tensors, shared)
@@ -184,20 +185,23 @@ class Rule:
         if torch.compiler.is_compiling():
             run = prepare()
         else:
+            refuse_transforms(f"{self.name}_step", f"recurrent_{self.name}", (*tensors, state))
             settings = (self.name, scale, normalise, requested_backend(backend))
             run = prepared_once(settings, tensors, (state, state_indices), prepare)
-            refuse_transforms(f"{self.name}_step", f"recurrent_{self.name}", (*tensors, state))
         refuse_gradients(f"{self.name}_step", self.name, (*tensors, state), STEP_FIELDS, self.arguments)
         slots = _slots(state_indices, state, tensors.v, read=check_gates)
         if check_gates:
             inputs.check_gate_values(tensors, self.arguments)
         return run(tensors, state, slots)
 
-    def backend_for(self, tensors: FirstOrderTensors, backend: str, decode: bool = False) -> str:
+    def backend_for(
+        self, tensors: FirstOrderTensors, backend: str, state: Tensor | None = None, decode: bool = False
+    ) -> str:
         """``torch``, ``cpu`` or ``fla``; raises if the requested backend cannot run."""
-        # The tensor of the highest precision decides: the native kernel does not compute in float64.
-        widest = next((x for x in (tensors.q, tensors.k, tensors.v) if x.dtype == torch.float64), tensors.q)
-        chosen = resolve(backend, widest, self.name, decode=decode)
+        # What the native kernel does not know decides: a subclass, which need not have memory, or float64.
+        subclasses = (x for x in (*tensors, state) if isinstance(x, Tensor) and type(x) not in PLAIN_TYPES)
+        wide = (x for x in (tensors.q, tensors.k, tensors.v) if x.dtype == torch.float64)
+        chosen = resolve(backend, next(subclasses, next(wide, tensors.q)), self.name, decode=decode)
         return "torch" if tensors.q.is_meta else chosen  # meta tensors have shapes only, which torch knows
 
     # ------------------------------------------------------------------------------------------------------- the parts
@@ -268,7 +272,7 @@ class Rule:
         factor = self.check(tensors, scale, rank=3)
         inputs.check_step_state(state, tensors, has_slots=state_indices is not None)
         slots = _slots(state_indices, state, tensors.v, read=False)
-        chosen = self.backend_for(tensors, backend, decode=True)
+        chosen = self.backend_for(tensors, backend, state, decode=True)
         if chosen == "cpu" and state.shape[-1] > 1 and state.stride(-1) != 1:  # the kernel reads rows of V numbers
             name, request = requested_backend(backend)
             if name != "auto":

@@ -17,7 +17,7 @@ from mdn.ops.backends import backend_module
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.checks import check_gate_values
 from mdn.ops.momentum.interface import ForwardResult, RuleOptions, RuleTensors, StepState, compute_dtype
-from mdn.ops.shared_checks import has_tangents, refuse_transforms, without_autocast
+from mdn.ops.shared_checks import has_tangents, in_plain_memory, refuse_transforms, without_autocast
 
 
 def forward(
@@ -66,11 +66,9 @@ def needs_dispatch(tensors: RuleTensors) -> bool:
     tensors."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.maybe_current_level() is not None
         or tensors.q.device.type == "meta"
-        or any(x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in tensors)
+        or not in_plain_memory(tensors)
         or has_tangents(tensors)
     )
 

@@ -16,6 +16,7 @@ from mdn.ops.shared_checks import (
     check_scale,
     check_state_indices,
     in_plain_memory,
+    is_traced,
     refuse_gradients,
     refuse_transforms,
     without_autocast,
@@ -149,17 +150,19 @@ def prepared_once(
 ) -> Step:
     """``prepare(*arguments)``: the step for tensors like these. Decoding repeats the same shapes; looking them up takes
     a fraction of the time of checking them. The table is emptied when it grows too long."""
-    try:  # everything about a tensor that the checks and the preparation look at
+    try:  # everything about a tensor that the checks and the preparation look at; is_cpu is faster than device
         signature = (
             settings,
-            *[x if x is None else (x.shape, x.is_contiguous(), x.dtype, x.device) for x in tokens],
-            *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in states],
+            *[x if x is None else (type(x), x.shape, x.is_contiguous(), x.dtype, x.is_cpu or x.device) for x in tokens],
+            *[x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.is_cpu or x.device) for x in states],
         )
         run: Step | None = backends.prepared_steps.get(signature)
     except (AttributeError, TypeError):  # not a tensor, or a list as scale: the checks name the argument
         return prepare(*arguments)
-    if run is None:
-        run = prepare(*arguments)
+    if run is not None and not is_traced():
+        return run
+    run = prepare(*arguments)
+    if in_plain_memory((*tokens, *states)):
         if len(backends.prepared_steps) >= 256:
             backends.prepared_steps.clear()
         backends.prepared_steps[signature] = run
@@ -168,7 +171,7 @@ def prepared_once(
 
 def step_function(tensors: RuleTensors, state: StepState, settings: StepSettings) -> StepFunction:
     """The step for tensors like these, checked."""
-    if torch.compiler.is_compiling() or not in_plain_memory((*tensors, *state)):
+    if torch.compiler.is_compiling():
         return _prepared_step(tensors, state, settings)
     requested = backends.requested_backend(settings.backend)  # MDN_BACKEND may change between two steps
     run = prepared_once((settings, requested), tensors, state, _prepared_step, tensors, state, settings)
