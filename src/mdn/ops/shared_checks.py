@@ -162,7 +162,8 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Disables autocast: an op manages its precision itself. (Entering autocast takes as long as a small decode step,
     so it is entered only when there is one to leave. Meta tensors have no autocast.)"""
     kind = x.device.type
-    off = kind != "meta" and torch.is_autocast_enabled(kind)
+    # While compiling it is not known: a backward pass is traced before the place where it will run.
+    off = kind != "meta" and (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind))
     return torch.autocast(kind, enabled=False) if off else nullcontext()
 
 

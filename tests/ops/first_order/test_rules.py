@@ -75,6 +75,18 @@ def test_a_backward_pass_inside_autocast_has_the_gradients_of_one_outside(rule: 
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
+def test_a_compiled_backward_pass_leaves_autocast_too(rule: str):
+    leaves = {name: x.requires_grad_() for name, x in arguments(rule, T=20, dtype=torch.float32).items()}
+    torch._dynamo.reset()
+    compiled = torch.compile(chunk(rule), fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(compiled(**leaves).o.square().sum(), list(leaves.values()))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(compiled(**leaves).o.square().sum(), list(leaves.values()))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_decayed_scores_equal_their_sum_written_out():
     torch.manual_seed(0)
     left, right = torch.randn(3, 2, 8, 4, dtype=torch.float64), torch.randn(3, 3, 8, 4, dtype=torch.float64)
