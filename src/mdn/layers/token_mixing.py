@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mdn.ops.cpu import token_mixing as native
 from mdn.ops.cpu.bindings import MOST_STREAMS
-from mdn.ops.cpu.token_mixing import KeyTensors, OutputTensors, RuleTensors
+from mdn.ops.cpu.token_mixing import KeyTensors, OutputTensors, RuleArguments
 from mdn.ops.fused import Kernel
 
 SLOWEST_LOG_DECAY = -math.exp(-0.5)
@@ -73,13 +73,13 @@ class _RuleInputs(Kernel[tuple[Tensor, ...]]):
         return tuple(native.rule_inputs(KeyTensors(*tensors), self.heads, SLOWEST_LOG_DECAY))
 
     def backward(self, grad: tuple[Tensor, ...], *tensors: Tensor) -> tuple[Tensor | None, ...]:
-        return native.rule_inputs_backward(RuleTensors(*grad), KeyTensors(*tensors), self.heads, SLOWEST_LOG_DECAY)
+        return native.rule_inputs_backward(RuleArguments(*grad), KeyTensors(*tensors), self.heads, SLOWEST_LOG_DECAY)
 
 
-def rule_inputs(k: Tensor, decay: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor, heads: int) -> RuleTensors:
+def rule_inputs(k: Tensor, decay: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor, heads: int) -> RuleArguments:
     """The arguments w, k, a, b of the rule ``[..., H, D]``, from projections ``[..., H * D]`` and parameters
     ``[H * D]``: the log decay, the key at the in-context learning rate, -kappa, and kappa times that rate."""
-    return RuleTensors(*_RuleInputs(heads)(k, decay, rate, k_k, k_a))
+    return RuleArguments(*_RuleInputs(heads)(k, decay, rate, k_k, k_a))
 
 
 # -------------------------------------------------------------------------------------------------------------- output

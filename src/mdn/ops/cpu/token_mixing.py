@@ -65,7 +65,7 @@ class KeyTensors(NamedTuple):
     k_a: Tensor
 
 
-class RuleTensors(NamedTuple):
+class RuleArguments(NamedTuple):
     """``[..., H, D]``."""
 
     w: Tensor
@@ -74,16 +74,16 @@ class RuleTensors(NamedTuple):
     b: Tensor
 
 
-def rule_inputs(given: KeyTensors, heads: int, slowest: float) -> RuleTensors:
+def rule_inputs(given: KeyTensors, heads: int, slowest: float) -> RuleArguments:
     struct = _rule_inputs(given, heads, slowest)
     shape = (*given.k.shape[:-1], heads, struct.head_dim)
-    found = RuleTensors(*(given.k.new_empty(shape) for _ in RuleTensors._fields))
+    found = RuleArguments(*(given.k.new_empty(shape) for _ in RuleArguments._fields))
     point(struct, **found._asdict())
     call("mdn_rule_inputs", struct)
     return found
 
 
-def rule_inputs_backward(grads: RuleTensors, given: KeyTensors, heads: int, slowest: float) -> KeyTensors:
+def rule_inputs_backward(grads: RuleArguments, given: KeyTensors, heads: int, slowest: float) -> KeyTensors:
     struct = _rule_inputs(given, heads, slowest)
     partial = given.k.new_empty(2, units_of(struct.rows, ROWS_PER_UNIT), given.k.shape[-1])
     of_tokens = [torch.empty_like(given.k) for _ in range(3)]
