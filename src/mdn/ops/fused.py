@@ -2,9 +2,9 @@
 native kernel for CPUs.
 
 Every function here computes its torch definition. For float32 CPU tensors the native kernel does so in one pass over
-memory, forward and backward; elsewhere, under torch.compile, for shapes that the kernel does not know (which torch
-broadcasts or refuses) and for derivatives that it does not know (forward mode, torch.func, second derivatives) the
-definition itself runs. ``with definitions_only():`` switches the native code off.
+memory, forward and backward. The definition itself runs elsewhere, for subclasses of Tensor, under torch.compile and
+tracers, for shapes that the kernel does not know (which torch broadcasts or refuses) and for derivatives that it does
+not know (forward mode, torch.func, second derivatives). ``with definitions_only():`` switches the native code off.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, maybe_current_level
 from torch.autograd import forward_ad
 
 from mdn.ops.boundaries import SequenceBoundaries
@@ -51,7 +51,7 @@ def is_traced() -> bool:
     """Whether torch computes with something else than numbers in memory, and follows torch operations only: inside
     transforms of torch.func, torch.jit.trace, make_fx and FakeTensorMode."""
     return (
-        torch._C._functorch.maybe_current_level() is not None
+        maybe_current_level() is not None
         or torch._C._get_tracing_state() is not None
         or (torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING_MODES)))
     )
@@ -60,7 +60,7 @@ def is_traced() -> bool:
 def values_can_be_read(x: Tensor) -> bool:
     """Not those of a GPU, for which the host would have to wait, and not where a tensor stands for others or for none:
     while compiling or tracing, inside a transform of torch.func, of a subclass."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and in_plain_memory((x,))
+    return x.is_cpu and not torch.compiler.is_compiling() and type(x) in PLAIN_TYPES and not is_traced()
 
 
 def check_log_decay(name: str, gate: Tensor) -> None:

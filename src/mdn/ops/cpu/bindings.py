@@ -353,7 +353,7 @@ def point_at_offsets(struct: Structure, offsets: Sequence[int]) -> None:
     struct.__dict__.setdefault("kept", []).append(numbers)
 
 
-count_as_changed: Callable[[Sequence[Tensor]], None] = torch._C._increment_version
+count_as_changed: Callable[[Sequence[Any]], None] = torch._C._increment_version
 """Tells autograd that the kernel has written to these tensors, as torch's own in-place operations do: a backward pass
 that still needs what they held raises an error. (``torch.autograd.graph.increment_version`` takes twice as long.)"""
 
