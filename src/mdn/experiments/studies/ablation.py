@@ -30,7 +30,7 @@ STUDY = Study(
             title="0.4 million bytes of the Python standard library",
             contestants=("mdn", *ROWS, "mdn-half", "gdn-double"),
             rates=(2e-3, 5e-3, 1e-2, 2e-2),
-            seconds=14,
+            seconds=13,
             steps=200,
             model=SMALL_MODEL | SMALL | {"use_mlp": True, "tie_word_embeddings": False, "initializer_range": 0.02},
         ),

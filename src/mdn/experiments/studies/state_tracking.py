@@ -96,10 +96,10 @@ STUDY = Study(
     "state-tracking",
     "Which rules can follow a state beyond the length of training?",
     (
-        _task("parity", "parity", 800, 18, ("gdn-bounds-negative",)),
-        _task("mod 5", "addition modulo 5", 800, 18),
-        _task("S3", "permutations of three", 800, 18),
-        _task("A5", "even permutations of five", 800, 18),
+        _task("parity", "parity", 800, 12, ("gdn-bounds-negative",)),
+        _task("mod 5", "addition modulo 5", 800, 12),
+        _task("S3", "permutations of three", 800, 12),
+        _task("A5", "even permutations of five", 800, 12),
     ),
     (
         EQUAL_PARAMETERS,
