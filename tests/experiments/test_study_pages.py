@@ -148,7 +148,10 @@ def test_the_language_answer_says_whether_the_gap_to_mu_0_lasts(gaps, spread, ve
     )
     still = r"\(the learning rate is still high after 4\)"
     said = rf"In runs over 12 million tokens, MDN minus mu = 0 is {shown} {still}, {verdict}"
-    assert re.fullmatch(said, second)
+    gdn = "MDN and GDN cannot be told apart" if gaps[2] == 0 else "is ahead of"
+    assert re.fullmatch(rf"{said}, and at the end .*{gdn}.* \([12]\.\d+ and 2\.\d+\sbits per byte\)", second)
+    longest["rows"] = [row for row in longest["rows"] if row["contestant"] != "gdn"]
+    assert re.fullmatch(said, answers.language(content)[1])
     longest["rows"] = [row for row in longest["rows"] if row["contestant"] != "mu0"]
     assert answers.language(content)[1].endswith("the runs of mu = 0 over 12 million tokens are missing")
 
@@ -198,12 +201,15 @@ def test_the_paper_claims_are_judged_by_the_comparisons():
     )
     assert "open" in answers.claim(made_up(STUDIES["language"], ("gdn",)))
     words = " ".join(answers.claim(made_up(STUDIES["language"])).split())
-    gap = r"\(MDN minus GDN is -?(\d\.\d+) ± (\d\.\d+) bits per byte\)"
-    assert re.fullmatch(rf"With two seeds the runs here contradict this {gap}\.", words)
+    gap = r"\(MDN minus GDN is -?(\d\.\d+) ± (\d\.\d+) bits per byte\)\."
+    change = (
+        rf"Two seeds over 4 million tokens of bytes show a change {gap} Two seeds over 12 million .* a change {gap}"
+    )
+    assert re.fullmatch(change, words)
     scattered = made_up(STUDIES["language"])
     scattered["tasks"][0]["rows"][0]["scores"] = {"1x": [1.0, 2.0]}
     words = " ".join(answers.claim(scattered).split())
-    found = re.fullmatch(rf"With two .* cannot test this: .* difference below (\S+) bits per byte {gap}\.", words)
+    found = re.match(rf"Two seeds .* would not show a change below (\S+) bits per byte, and show none {gap}", words)
     assert found[1] == found[3]
     with pytest.raises(ValueError, match="'oscillation'"):
         answers.claim(made_up(oscillation.STUDY))

@@ -255,8 +255,19 @@ def lasting_gap(content: dict[str, Any]) -> str:
         verdict = "so that it lasts"
     return (
         f"In runs over 12 million tokens, MDN minus mu = 0 is {listed(shown)} {metric.unit} after 1, 4 and 12 million "
-        f"(the learning rate is still high after 4), {verdict}"
+        f"(the learning rate is still high after 4), {verdict}{_against_gdn(content)}"
     )
+
+
+def _against_gdn(content: dict[str, Any]) -> str:
+    """The rest of that sentence: GDN at the end of the longest runs, once all its seeds are recorded."""
+    last = [entry for entry in findings(content, EQUAL_PARAMETERS) if entry.task is content["tasks"][-1]]
+    if not last or last[0].verdict() == UNDECIDED:
+        return ""
+    (finding,) = last
+    says = {FIRST: "MDN is ahead of GDN", SECOND: "GDN is ahead of MDN", LEVEL: "MDN and GDN cannot be told apart"}
+    numbers = finding.metric.in_words(*finding.means).replace(" against ", " and ")
+    return f", and at the end {says[finding.verdict()]} ({numbers})"
 
 
 ANSWERS: dict[str, Callable[[dict[str, Any]], Sentences]] = {
@@ -282,19 +293,23 @@ def claim(content: dict[str, Any]) -> str:
             ]
         )
     if content["study"] == "language":
-        short = [entry for entry in findings(content, EQUAL_PARAMETERS) if entry.task["name"] == "4M tokens"]
-        if not short or short[0].verdict() == UNDECIDED:
+        found = [entry for entry in findings(content, EQUAL_PARAMETERS) if entry.verdict() != UNDECIDED]
+        if not found:
             return paragraph(["Whether this is so here is open until the runs of MDN and GDN are recorded"])
-        (finding,) = short
-        gap, metric = difference_interval(finding.first, finding.second), finding.metric
-        size = f"{metric.shown(gap.mean)} ± {metric.in_words(gap.half_width)}"
-        seeds = COUNTS[finding.task["seeds"]]
-        if finding.verdict() == LEVEL:
-            says = f"cannot test this: they would not show a difference below {metric.in_words(gap.half_width)}"
-        else:
-            says = "contradict this"
-        return paragraph([f"With {seeds} seeds the runs here {says} (MDN minus GDN is {size})"])
+        return paragraph([_little_change(finding) for finding in found])
     raise ValueError(f"no sentences on the paper's claim are generated for {content['study']!r}")
+
+
+def _little_change(finding: Finding) -> str:
+    """Whether the runs of a task show that momentum changes the bits per byte, and how small a change they could."""
+    gap, metric = difference_interval(finding.first, finding.second), finding.metric
+    size = f"{metric.shown(gap.mean)} ± {metric.in_words(gap.half_width)}"
+    if finding.verdict() == LEVEL:
+        says = f"would not show a change below {metric.in_words(gap.half_width)}, and show none"
+    else:
+        says = "show a change"
+    runs = f"{COUNTS[finding.task['seeds']]} seeds over {finding.task['phrase']}"
+    return f"{runs[0].upper()}{runs[1:]} {says} (MDN minus GDN is {size})"
 
 
 def _confirmed(content: dict[str, Any], comparison: Comparison, what: str) -> str:
