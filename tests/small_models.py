@@ -22,6 +22,16 @@ HYBRIDS: dict[str, dict] = {
     "Nesterov's momentum": {"momentum": "nesterov", "mu_init": [0.001, 1.5]},
 }
 MODELS = sorted(MIXERS) + sorted(HYBRIDS)
+# The authors' 400M file as they publish it, with every key it has.
+AUTHORS_400M = {
+    "attn_mode": "chunk", "bos_token_id": 1, "conv_size": 4, "eos_token_id": 2, "expand_v": 2,
+    "fuse_cross_entropy": True, "head_dim": 128,
+    "hidden_act": "swish", "hidden_ratio": 4, "hidden_size": 1024, "initializer_range": 0.02,
+    "intermediate_size": None, "model_type": "momentum_deltanet", "norm_eps": 1e-06, "num_heads": 6,
+    "num_hidden_layers": 21, "tie_word_embeddings": False, "use_cache": True, "use_gate": True,
+    "use_output_correction": True, "use_p_times_alpha": True, "use_short_conv": True, "min_log_mu": -2.0,
+    "vocab_size": 50257,
+}  # fmt: skip
 
 
 def small_config(name: str = "momentum_deltanet", **fields) -> MomentumDeltaNetConfig:

@@ -9,9 +9,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mdn.analysis.recording import load_model_and_tokens
 from mdn.cli import main
-from mdn.models import MomentumDeltaNetForCausalLM
-from small_models import small_model
+from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
+from small_models import AUTHORS_400M, small_model
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,29 @@ def test_generate_prints_the_prompt_and_its_continuation(model_directory, capsys
     assert printed == f"hello{result['completion']}\n"
     assert 1 <= result["new_tokens"] <= 8
     assert len(result["completion"]) >= result["new_tokens"] - 1
+
+
+def test_prompts_of_the_authors_checkpoints_begin_with_end_of_text(tmp_path, monkeypatch):
+    """Their configs have a bos_token_id of 1, which training with GPT-2's tokenizer has never used."""
+    ids = {letter: i for i, letter in enumerate(string.ascii_lowercase)} | {"<|endoftext|>": 50256}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="b"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    end = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **end).save_pretrained(tmp_path)
+    config = {**AUTHORS_400M, "hidden_size": 32, "head_dim": 8, "num_heads": 2, "num_hidden_layers": 1}
+    model = MomentumDeltaNetForCausalLM(MomentumDeltaNetConfig(**config))
+    assert model.generation_config.bos_token_id == 1
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "text.txt").write_text("hello")
+    read = []
+    monkeypatch.setattr(MomentumDeltaNetForCausalLM, "generate", lambda _, ids, **__: read.append(ids[0]) or ids)
+    assert main(["generate", str(tmp_path), "--prompt", "hello"]) == 0
+    options = ["--lengths", "400", "--keys", "1", "--depths", "1", "--examples", "1", "--out", str(tmp_path / "out")]
+    assert main(["needle", "--model", str(tmp_path), *options]) == 0
+    read.append(load_model_and_tokens(str(tmp_path), tmp_path / "text.txt", 4)[1][0])
+    assert [row[0].item() for row in read] == [50256] * 3
 
 
 def test_generate_is_repeatable_and_greedy_at_temperature_zero(model_directory, capsys):

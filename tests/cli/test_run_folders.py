@@ -133,14 +133,19 @@ def test_a_prompt_begins_with_the_token_that_training_texts_begin_with(
     tokenizer.bos_token = start
     tokenizer.save_pretrained(tmp_path / "own")
     settings = {"kind": "pretrained", "path": str(tmp_path / "own")}
-    train(tiny_recipe(tmp_path, tokenizer=settings, training={"steps": 1}, logging={"gates_every": 0}))
-    run, text = tmp_path / "run", tmp_path / "text.txt"
-    text.write_text("abc")
     read: list[torch.Tensor] = []
     monkeypatch.setattr(MomentumDeltaNetForCausalLM, "generate", lambda _, ids, **__: read.append(ids) or ids)
+    blocks = {"tokenizer": settings, "training": {"steps": 1}, "logging": {"gates_every": 0}, "sample": {"prompt": "a"}}
+    train(tiny_recipe(tmp_path, **blocks))
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    assert read.pop().tolist() == [[tokenizer.eos_token_id, *b"a"]]
+    text.write_text("abc")
     assert main(["generate", str(run), "--prompt", "abc"]) == 0
     _, recorded = load_model_and_tokens(str(run), text, 4)
-    assert read[0].tolist() == recorded.tolist() == [[tokenizer.eos_token_id, *b"abc"]]
+    assert read.pop().tolist() == recorded.tolist() == [[tokenizer.eos_token_id, *b"abc"]]
+    options = ["--lengths", "400", "--keys", "1", "--depths", "1", "--examples", "1", "--out", str(tmp_path / "out")]
+    assert main(["needle", "--model", str(run), *options]) == 0
+    assert read.pop()[0, :2].tolist() == [tokenizer.eos_token_id, ord("S")]
 
 
 def test_nothing_but_the_text_is_printed_by_generate(run_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Tasks through lm-evaluation-harness on local files: each request type equals a computation in plain torch, the batch
 size changes nothing, and an interrupted job resumes."""
 
+import copy
 import json
 import math
 import re
@@ -100,6 +101,15 @@ def test_the_first_window_begins_with_the_models_start_token(subject, data, tmp_
     other = make_tokenizer()
     other.bos_token = "a"
     changed = Subject(subject.label, subject.source, subject.model, other)
+    expected = metrics(subject, data, tmp_path / "same", "wikitext")
+    assert metrics(changed, data, tmp_path / "other", "wikitext") == expected
+
+
+def test_a_start_token_that_the_tokenizer_does_not_have_is_not_the_models(subject, data, tmp_path):
+    """The authors' configs name id 1, which training has never used: a text begins with the tokenizer's."""
+    model = copy.deepcopy(subject.model)
+    model.config.bos_token_id = model.generation_config.bos_token_id = 1
+    changed = Subject(subject.label, subject.source, model, subject.tokenizer)
     expected = metrics(subject, data, tmp_path / "same", "wikitext")
     assert metrics(changed, data, tmp_path / "other", "wikitext") == expected
 

@@ -14,18 +14,8 @@ from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM, Mome
 from mdn.models.info import load_config, model_facts, shipped_configs
 from mdn.training.build import model_config
 from mdn.training.recipe import validate
-from small_models import MODELS, small_config, small_model, tokens
+from small_models import AUTHORS_400M, MODELS, small_config, small_model, tokens
 
-# The authors' 400M file as they publish it, with every key it has.
-AUTHORS_400M = {
-    "attn_mode": "chunk", "bos_token_id": 1, "conv_size": 4, "eos_token_id": 2, "expand_v": 2,
-    "fuse_cross_entropy": True, "head_dim": 128,
-    "hidden_act": "swish", "hidden_ratio": 4, "hidden_size": 1024, "initializer_range": 0.02,
-    "intermediate_size": None, "model_type": "momentum_deltanet", "norm_eps": 1e-06, "num_heads": 6,
-    "num_hidden_layers": 21, "tie_word_embeddings": False, "use_cache": True, "use_gate": True,
-    "use_output_correction": True, "use_p_times_alpha": True, "use_short_conv": True, "min_log_mu": -2.0,
-    "vocab_size": 50257,
-}  # fmt: skip
 AUTHORS_1B = {**AUTHORS_400M, "head_dim": 256, "hidden_size": 2048, "tau_factor": 8, "min_log_mu": -1.0}
 AUTHORS_HYBRID = {
     **AUTHORS_400M, "num_heads": 8, "expand_v": 1, "num_hidden_layers": 24, "use_lora_gate": False,

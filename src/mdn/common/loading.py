@@ -118,9 +118,21 @@ def load_tokenizer(source: str | Path) -> Any:
 
 
 def start_token(model: Any, tokenizer: Any) -> int | None:
-    """The id that comes before a text: the one that the model was trained with, or else the tokenizer's."""
-    trained_with = model.generation_config.bos_token_id
-    return tokenizer.bos_token_id if trained_with is None else trained_with
+    """The id that comes before a text, as it did in training; None if there is none.
+
+    The model's, where it is the tokenizer's start or end of text: `mdn train` begins texts with the end-of-text id
+    whatever the tokenizer's start token is. Else the tokenizer's, because many configs name an id that training has
+    never used (the authors' name 1, with GPT-2's vocabulary).
+    """
+    named = model.generation_config.bos_token_id
+    known = named is not None and named in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return named if known else tokenizer.bos_token_id
+
+
+def prompt_ids(model: Any, tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text that ``model`` is to continue: the start token, if there is one, and those of the text."""
+    start, ids = start_token(model, tokenizer), tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids if start is None else [start, *ids]
 
 
 def refuse_non_finite(model: Any, place: str | Path) -> None:
@@ -144,7 +156,7 @@ def import_plugins(plugins: Iterable[str]) -> None:
     """Import a user's modules, which register mixers or corpora: each a file `.../name.py` or the name of a module."""
     for plugin in plugins:
         is_file = plugin.endswith(".py") or os.sep in plugin
-        name = plugin_module_name(plugin) if is_file else plugin
+        name = _plugin_module_name(plugin) if is_file else plugin
         if name in sys.modules:
             continue
         try:
@@ -163,7 +175,7 @@ def import_plugins(plugins: Iterable[str]) -> None:
             ) from error
 
 
-def plugin_module_name(file: str) -> str:
+def _plugin_module_name(file: str) -> str:
     """Files of the same name in different folders are different modules; two paths to one file are the same one."""
     path = Path(file).expanduser().resolve()
     return f"mdn_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mdn.common.loading import prompt_ids
 from mdn.common.progress import progress
 from mdn.common.results import Table
 from mdn.evaluation.contains import contains
@@ -195,7 +196,7 @@ def find_needles_in_text(
         for _ in range(examples):
             options: dict[str, Any] = {"haystack": haystack, "keys": keys, "digits": digits}
             example = make_example(lengths[column], depths[row], count, source, **options)
-            ids = tokenizer(example.prompt, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
+            ids = torch.tensor([prompt_ids(model, tokenizer, example.prompt)], device=model.device)
             settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
             pad = tokenizer.eos_token_id
             output = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=pad, **settings)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mdn.common.loading import load
+from mdn.common.loading import load, prompt_ids
 from mdn.common.progress import progress
 from mdn.training.dataset import PackCollator, TokenStream
 from mdn.training.mesh import RankMesh
@@ -145,13 +145,10 @@ def measure_references(
 def complete(directory: Path, settings: SampleSettings) -> str:
     """The prompt and its continuation."""
     model, tokenizer = load(directory, device="cpu")
-    inputs = tokenizer(settings.prompt, return_tensors="pt", add_special_tokens=False)
-    # Training texts begin with the end-of-text id, so a prompt does too.
-    start = torch.tensor([[tokenizer.eos_token_id]])
-    ids = torch.cat([start, inputs["input_ids"]], dim=1)
+    ids = torch.tensor([prompt_ids(model, tokenizer, settings.prompt)])
     torch.manual_seed(0)  # the same model always gives the same sample
     choice = {"do_sample": True, "temperature": settings.temperature} if settings.temperature else {"do_sample": False}
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=settings.max_new_tokens, pad_token_id=0, **choice
     )
-    return str(tokenizer.decode(output[0, 1:], skip_special_tokens=True))
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))
