@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from eval_support import make_tokenizer
 from mdn.cli import main
 from mdn.common.loading import load_model
 from mdn.training.build import build_model, model_config
@@ -51,6 +53,25 @@ def test_a_model_is_tuned_from_the_command_line_and_resumes_as_the_same_run(
     before, after = load_model(trained / "run").state_dict(), load_model(tmp_path / "tuned").state_dict()
     changes = [float((after[name] - value).abs().max()) for name, value in before.items()]
     assert 0 < max(changes) < 1e-2
+
+
+@pytest.mark.parametrize("saved_earlier", [False, True])
+def test_the_start_token_is_trained_on_although_the_tokenizer_pads_with_it(tmp_path: Path, saved_earlier: bool) -> None:
+    """transformers writes the padding token into the config, and the row of a padding token gets no gradient."""
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "own")
+    settings = {"kind": "pretrained", "path": str(tmp_path / "own")}
+    train(tiny_recipe(tmp_path, tokenizer=settings, training={"steps": 1}, logging={"gates_every": 0}))
+    place, end = tmp_path / "run" / "model" / "config.json", tokenizer.eos_token_id
+    config = json.loads(place.read_text())
+    assert config.get("pad_token_id") is None
+    if saved_earlier:  # by a version that left the padding token in the config
+        place.write_text(json.dumps({**config, "pad_token_id": end}))
+    overrides = ["training.weight_decay=0", "training.steps=20", f"output={tmp_path / 'tuned'}"]
+    assert main(["train", str(write_recipe(tmp_path, tmp_path)), *overrides]) == 0
+    before, after = (load_model(tmp_path / run).model.embeddings.weight for run in ("run", "tuned"))
+    assert (after[end] - before[end]).abs().max() > 0
 
 
 def test_a_converted_model_can_be_tuned(trained: Path, tmp_path: Path) -> None:

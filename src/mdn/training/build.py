@@ -85,6 +85,7 @@ def model_config(recipe: Recipe, vocab_size: int, end_id: int) -> MomentumDeltaN
         "vocab_size": vocab_size,
         "bos_token_id": end_id,
         "eos_token_id": end_id,
+        "pad_token_id": None,  # texts are packed, and the embedding of such a token is not trained
         "max_position_embeddings": recipe.training.sequence_length,
     }
     try:

@@ -291,7 +291,7 @@ class RunFlow(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert_parameters_are_sharded(self.trainer)
         self.trainer.follow_schedule()
-        self.trainer.keep_start_token()
+        self.trainer.keep_special_tokens()
         settings = self.recipe.training
         if self.writes:
             # A run without a checkpoint starts its log anew: step 0 is measured again below.

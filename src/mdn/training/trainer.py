@@ -194,8 +194,7 @@ class RecipeTrainer(Trainer):
         self._last_inputs: dict[str, Any] = {}
         self._staging = False
         self._decayed = decayed_parameters(model, recipe.training.decay_gates)
-        config: Any = model.config
-        self._start_token = config.bos_token_id
+        self._special_tokens = {name: getattr(model.config, name) for name in ("bos_token_id", "pad_token_id")}
         refuse_sequence_parallelism(arguments.parallelism_config)
         super().__init__(
             model=model, args=arguments, train_dataset=dataset, data_collator=collator, processing_class=tokenizer
@@ -246,10 +245,14 @@ class RecipeTrainer(Trainer):
         for group, rate in zip(scheduler.optimizer.param_groups, rates):
             group["lr"] = rate
 
-    def keep_start_token(self) -> None:
-        """Texts begin with the end-of-text id here. The Trainer has put the tokenizer's start token into the config."""
+    def keep_special_tokens(self) -> None:
+        """Undo what the Trainer has taken over from the tokenizer: texts begin with the end-of-text id here, and the
+        embedding of a padding token gets no gradient, which would be that of end of text if the tokenizer pads with it.
+        """
         model: Any = self.model
-        model.config.bos_token_id = model.generation_config.bos_token_id = self._start_token
+        for config in (model.config, model.generation_config):
+            for name, token in self._special_tokens.items():
+                setattr(config, name, token)
 
     # ---- the loss of a step, and the guard
 
