@@ -271,7 +271,7 @@ def test_after_a_refused_crop_a_cache_is_whole_or_refused(attention):
     model = small_model(num_hidden_layers=3, attn={"layers": [attention], "num_heads": 4})
     ids = tokens(1, 15)
     cache = model(ids[:, :12], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="Attention layers before this one are shortened already"):
+    with pytest.raises(ValueError, match="they have been shortened: discard the cache"):
         cache.crop(-5)
     if attention == 0:
         with pytest.raises(ValueError, match=r"cannot be continued: its layers hold \[7, 12, 12\] columns"):
@@ -279,6 +279,69 @@ def test_after_a_refused_crop_a_cache_is_whole_or_refused(attention):
     else:
         found = model(ids[:, 12:], past_key_values=cache).logits
         assert relative_error(found, model(ids).logits[:, 12:]) < TOLERANCE
+
+
+class Interrupts:
+    """A forward hook on ``module`` that raises once."""
+
+    def __init__(self, module, error):
+        self.error, self.handle = error, module.register_forward_hook(self)
+
+    def __call__(self, *_):
+        self.handle.remove()
+        raise self.error
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")])
+@pytest.mark.parametrize("new_columns", [1, 3])
+@pytest.mark.parametrize("name", ["momentum_deltanet", "rwkv7", "hybrid", "attention"])
+def test_the_cache_of_an_interrupted_call_is_refused(name, new_columns, error):
+    """Interrupted when the first layer has read the tokens, or when all have."""
+    model, ids = small_model(name), tokens(2, 12)
+    layers, more = model.model.layers, ids[:, 8 : 8 + new_columns]
+    expected = model(ids[:, : 8 + new_columns]).logits[:, 8:]
+    for place in (layers[0], layers[-1].attn, model.model.norm):
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        kept = copy.deepcopy(cache)
+        Interrupts(place, error)
+        with pytest.raises(type(error)):
+            model(more, past_key_values=cache)
+        for refused in (cache, copy.deepcopy(cache)):
+            with pytest.raises(ValueError, match="a call that used it was interrupted"):
+                model(more, past_key_values=refused)
+        assert relative_error(model(more, past_key_values=kept).logits, expected) < TOLERANCE
+        cache.reset()
+        model(ids[:, :8], past_key_values=cache)
+        assert relative_error(model(more, past_key_values=cache).logits, expected) < TOLERANCE
+
+
+@torch.no_grad()
+def test_what_is_refused_before_the_layers_run_leaves_the_cache_whole():
+    model, ids = small_model(), tokens(1, 12)
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    with pytest.raises(IndexError, match="input_ids must lie in"):
+        model(ids[:, 8:] + 1000, past_key_values=cache)
+    assert relative_error(model(ids[:, 8:], past_key_values=cache).logits, model(ids).logits[:, 8:]) < TOLERANCE
+    empty = DynamicCache(config=model.config)
+    Interrupts(model.model.layers[0].attn_norm, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        model(ids, past_key_values=empty)
+    assert relative_error(model(ids, past_key_values=empty).logits, model(ids).logits) < TOLERANCE
+
+
+@torch.no_grad()
+def test_a_compiled_model_refuses_the_cache_of_an_interrupted_call():
+    model, ids = small_model(), tokens(1, 12)
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    compiled(ids[:, 8:9], past_key_values=cache, all_tokens_valid=True)
+    Interrupts(model.model.norm, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[:, 9:10], past_key_values=cache)
+    with pytest.raises(ValueError, match="a call that used it was interrupted"):
+        compiled(ids[:, 9:10], past_key_values=cache, all_tokens_valid=True)
 
 
 @torch.no_grad()

@@ -128,7 +128,7 @@ class RecurrentStateLayer(LinearAttentionLayer, CacheLayerMixin):
                 f"cannot remove {abs(tokens_to_remove)} tokens from the cache: a recurrent state forgets the past. "
                 "Copy the cache (copy.deepcopy) before the tokens that may be taken back. "
                 "For the same reason assisted decoding is not supported. "
-                "Attention layers before this one are shortened already: a cache that has some is of no more use."
+                "If attention layers come before this one, they have been shortened: discard the cache."
             )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):

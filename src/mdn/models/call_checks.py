@@ -30,14 +30,26 @@ def check_labels(name: str, labels: Tensor, layout: TokenLayout) -> None:
         raise ValueError(f"{name} must have the tokens' shape {list(layout.shape)}, got {list(labels.shape)}")
 
 
+def check_finished(past_key_values: Any) -> None:
+    """For a cache that has the mark ``mdn_is_in_use``, which a call sets before the layers run and removes after them:
+    where an error or Ctrl-C came between, some layers have seen tokens that others have not. Only a cache without any
+    tokens is as good as new."""
+    for layer in past_key_values.layers:
+        if layer.get_seq_length() or any(getattr(layer, "has_previous_state", {}).values()):
+            raise ValueError(
+                "past_key_values cannot be continued: a call that used it was interrupted or has not ended, and some "
+                "layers may have seen tokens that others have not; start again from a copy or an empty cache"
+            )
+
+
 def check_lengths(past_key_values: Any) -> None:
-    """All layers must have seen the same columns. ``cache.crop`` shortens attention layers one after the other, up to
-    the first recurrent one, which refuses; and an interrupted call leaves the later layers behind."""
+    """All layers must have seen the same columns: ``cache.crop`` shortens attention layers one after the other, up to
+    the first recurrent one, which refuses."""
     lengths = [layer.get_seq_length() for layer in past_key_values.layers]
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"past_key_values cannot be continued: its layers hold {lengths} columns, because a crop was refused or a "
-            "call was interrupted; start again from a copy or an empty cache"
+            f"past_key_values cannot be continued: its layers hold {lengths} columns, because a crop was refused; "
+            "start again from a copy or an empty cache"
         )
 
 

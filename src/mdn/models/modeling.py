@@ -28,7 +28,13 @@ from mdn.layers.init import initialise
 from mdn.layers.linear import Linear, Packed, PackedLinear
 from mdn.layers.mixer import RECURRENT_LAYER_TYPE
 from mdn.models import cache as _registers_the_cache_layer  # noqa: F401
-from mdn.models.call_checks import check_labels, check_lengths, check_tokens, refuse_sequence_parallelism
+from mdn.models.call_checks import (
+    check_finished,
+    check_labels,
+    check_lengths,
+    check_tokens,
+    refuse_sequence_parallelism,
+)
 from mdn.models.config import MomentumDeltaNetConfig, check_weight_format
 from mdn.models.decode_program import can_record, run_step
 from mdn.models.loss import chunked_linear_cross_entropy, shift_labels_left
@@ -211,6 +217,9 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
             refuse_unknown(self, where)
             layout = self.layout_of(hidden_states, attention_mask, position_ids, past_key_values, **where)
         past_key_values = self._cache(past_key_values, use_cache, layout)
+        marks = past_key_values is not None and not torch.compiler.is_compiling()
+        if marks:  # see check_finished
+            past_key_values.mdn_is_in_use = True  # type: ignore[union-attr]
         states: list[Tensor] = []
         is_step = past_key_values is not None and layout.boundaries is None and not output_hidden_states
         if is_step and can_record(hidden_states, past_key_values):
@@ -225,6 +234,8 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
             for cache_layer in past_key_values.layers:
                 if hasattr(cache_layer, "advance"):
                     cache_layer.advance(layout.shape[1])
+        if marks:
+            del past_key_values.mdn_is_in_use  # type: ignore[union-attr]
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,  # type: ignore[arg-type]
             past_key_values=past_key_values,
@@ -281,6 +292,8 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
             raise ValueError(
                 "past_key_values: attention layers here need a DynamicCache(config=model.config), not a StaticCache"
             )
+        if past_key_values is not None and hasattr(past_key_values, "mdn_is_in_use"):
+            check_finished(past_key_values)
         if self.has_attention and past_key_values is not None and not torch.compiler.is_compiling():
             check_lengths(past_key_values)
         return make_layout(
@@ -341,8 +354,9 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
-        cu_seqlens: Tensor | SequenceBoundaries | None = None,  # named, because the Trainer drops columns of its data
-        seq_idx: Tensor | None = None,  # that are no parameters here
+        # These two are named because the Trainer drops columns of its data that are no parameters here.
+        cu_seqlens: Tensor | SequenceBoundaries | None = None,
+        seq_idx: Tensor | None = None,
         **where: Any,
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, T, V]`` and, with ``labels [B, T]`` (shifted here) or ``shift_labels [B, T]``, the loss.
@@ -406,7 +420,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         return shift_labels_left(labels, valid, last)
 
     def _chunks_loss(self) -> bool:
-        """Whether the loss takes the head's matrix and not the head, piece by piece (``config.loss_chunk_size``).
+        """Whether the loss can be computed in pieces from the head's weight, without calling the head.
 
         A head that does more than to multiply by it (an adapter, a bias, a hook, weights that accelerate brings when it
         is called) is called, and so is a ``loss_function`` of the user's own.
