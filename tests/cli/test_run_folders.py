@@ -17,6 +17,7 @@ from mdn.analysis.recording import load_model_and_tokens
 from mdn.cli import main
 from mdn.cli.train import next_commands
 from mdn.models import MomentumDeltaNetForCausalLM
+from mdn.training.recipe import load_recipe, to_yaml
 from mdn.training.run import train
 from training_support import tiny_recipe
 
@@ -110,7 +111,21 @@ def test_a_run_stopped_while_data_is_prepared_does_not_claim_to_be_saved(
     assert printed == "stopped before the first step; nothing was saved; to begin again, run the same command\n"
     shutil.copytree(run_folder, tmp_path / "copy")
     assert main(["train", str(tmp_path / "copy"), "training.steps=6"]) == 0
-    assert "stopped at step 4; saved in" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed == "stopped before training went on; nothing new was saved; to go on, run the same command\n"
+
+
+def test_an_unfinished_run_stopped_while_data_is_prepared_resumes_from_its_folder(
+    unfinished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(unfinished, copy)
+    (copy / "recipe.yaml").write_text(to_yaml(load_recipe(copy)))
+    monkeypatch.setattr("mdn.training.run.prepare_data", lambda recipe: os.kill(os.getpid(), signal.SIGINT))
+    assert main(["train", str(copy)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"stopped at step 2; saved in {copy}; resume with: ")
+    assert printed.endswith(f"mdn train {copy}\n")
 
 
 def test_a_run_whose_recipe_counts_tokens_is_lengthened_as_printed(

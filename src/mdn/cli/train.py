@@ -61,8 +61,11 @@ def train_and_show(recipe: Recipe, file: Path | None) -> int:
         return 1
     if not is_first_rank():
         return 0
-    if result.summary is None and result.step == 0:
-        print("stopped before the first step; nothing was saved; to begin again, run the same command")
+    if result.summary is None and not result.is_resumable:
+        if result.step == 0:
+            print("stopped before the first step; nothing was saved; to begin again, run the same command")
+        else:
+            print("stopped before training went on; nothing new was saved; to go on, run the same command")
         return 0
     if result.summary is None:
         again = _command("train", str(result.run_dir))

@@ -63,11 +63,12 @@ PROBE_TOKENS = 1024
 
 @dataclass(frozen=True)
 class RunResult:
-    """`summary` is None when the run was stopped before its end."""
+    """`summary` is None when the run was stopped before its end; its folder then resumes it if `is_resumable`."""
 
     run_dir: Path
     step: int
     summary: dict[str, Any] | None
+    is_resumable: bool = True
 
 
 def train(recipe: Recipe, command: str | None = None) -> RunResult:
@@ -82,7 +83,10 @@ def train(recipe: Recipe, command: str | None = None) -> RunResult:
             return _train(recipe, run_dir, stop, command or command_line())
     except StopRequested:
         newest = checkpoints.all_paths(run_dir)
-        return RunResult(run_dir, checkpoints.step_of(newest[-1]) if newest else 0, None)
+        step, written = checkpoints.step_of(newest[-1]) if newest else 0, run_dir / "recipe.yaml"
+        # A finished run that is lengthened keeps its old recipe until training begins.
+        is_resumable = step > 0 and written.is_file() and written.read_bytes() == to_yaml(recipe).encode()
+        return RunResult(run_dir, step, None, is_resumable)
     finally:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
