@@ -132,6 +132,14 @@ def test_an_override_of_the_length_replaces_the_other_way_to_say_it() -> None:
         load_recipe("demo", ["training.steps=3", "training.tokens=9000"])
 
 
+def test_an_override_of_a_block_that_undoes_an_earlier_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    block = "training={tokens: 9000}"
+    assert main(["train", "demo", "training.steps=3", block, "--dry-run"]) == 2
+    expected = f"override '{block}' replaces the whole block and with it 'training.steps=3': give the block first"
+    assert capsys.readouterr().err == f"mdn: error: {expected}\n"
+    assert load_recipe("demo", ["training={tokens: 9000}", "training.steps=3"]).training.steps == 3
+
+
 def test_the_packaged_recipes_are_those_of_the_paper() -> None:
     expected = {"demo", *(f"paper/{model}_{size}" for model in MODELS for size in ("400M", "1.3B"))}
     expected |= {f"paper/{model}_h_400M" for model in ("gdn", "comba", "kda", "mamba2")}

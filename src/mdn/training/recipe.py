@@ -346,6 +346,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     content = read_recipe(path)
     if path == Path(name) / "recipe.yaml":  # a folder of the same name as a packaged recipe is no run
         content["output"] = str(name)
+    _refuse_undone(overrides)
     for override in overrides:
         apply_override(content, override)
     _replace_length(content, overrides)
@@ -356,9 +357,23 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def _refuse_undone(overrides: Sequence[str]) -> None:
+    """An override of a whole block would silently undo an earlier one of a key in it."""
+    for number, later in enumerate(overrides):
+        for earlier in overrides[:number]:
+            if _key(earlier).startswith(f"{_key(later)}."):
+                raise ValueError(
+                    f"override {later!r} replaces the whole block and with it {earlier!r}: give the block first"
+                )
+
+
 def _replace_length(content: dict[str, Any], overrides: Sequence[str]) -> None:
     """A recipe has steps or tokens: an override of one replaces the other, unless both are overridden."""
-    keys, training = {override.partition("=")[0].strip() for override in overrides}, content.get("training")
+    keys, training = set(map(_key, overrides)), content.get("training")
     for given, other in (("steps", "tokens"), ("tokens", "steps")):
         alone = f"training.{given}" in keys and f"training.{other}" not in keys
         if alone and isinstance(training, dict) and training[given] is not None:
