@@ -38,11 +38,11 @@ def test_text_lines_and_rows_become_documents(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "a.txt").write_text("one file")
-    (folder / "b.jsonl").write_text('{"text": "first line"}\n\n{"text": "second line", "other": 1}\n')
+    (folder / "b.jsonl").write_text('{"text": "first line"}\n\n{"text": null, "other": 1}\n')
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a row", None, "another"]}), folder / "c.parquet")
     (folder / "ignored.csv").write_text("no,text")
     found = documents(paths=(str(folder),), cache_dir=str(tmp_path / "cache"))
-    assert found == ["one file", "first line", "second line", "a row", "", "another"]
+    assert found == ["one file", "first line", "", "a row", "", "another"]
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_hub_rows_are_read_and_skipped_by_number(tmp_path: Path, monkeypatch: py
     import datasets
 
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(5)))
+    file.write_text("".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(5)) + '{"text": null}\n')
     original = datasets.load_dataset
 
     def local(name: str, subset: str | None, *, split: str, streaming: bool, revision: str):
@@ -355,8 +355,8 @@ def test_hub_rows_are_read_and_skipped_by_number(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(datasets, "load_dataset", local)
     corpus = open_corpus(DataSettings(source="hub", dataset="owner/name"), tmp_path)
     monkeypatch.setattr(corpus, "_commit", lambda: "abc")
-    assert list(corpus.documents()) == [f"row {number}" for number in range(5)]
-    assert list(corpus.documents(3)) == ["row 3", "row 4"]
+    assert list(corpus.documents()) == [*(f"row {number}" for number in range(5)), ""]
+    assert list(corpus.documents(3)) == ["row 3", "row 4", ""]
     other = open_corpus(DataSettings(source="hub", dataset="owner/name", text_field="body"), tmp_path)
     monkeypatch.setattr(other, "_commit", lambda: "abc")
     with pytest.raises(ValueError, match=r"'owner/name': expected rows with a text field 'body'"):

@@ -93,7 +93,7 @@ class FileCorpus:
         for batch in table.iter_batches(columns=[self.text_field], batch_size=1024):
             for row in batch.to_pylist():
                 try:
-                    yield "" if row[self.text_field] is None else _text_of(row, self.text_field)
+                    yield _text_of(row, self.text_field)
                 except TypeError as error:
                     raise ValueError(f"{path}: {error} (data.text_field)") from None
 
@@ -178,7 +178,8 @@ class _HashMemory:
 
 
 def _text_of(row: Any, field: str) -> str:
-    text = row[field]
+    """The text of a row. Null is an empty document, but a row without the field is a KeyError."""
+    text = "" if row[field] is None else row[field]
     if not isinstance(text, str):
         raise TypeError(f"field {field!r} holds {type(text).__name__}, not text")
     return text
