@@ -129,6 +129,7 @@ WGMMA = """
   {fence}
   {barrier}
   mov.b64 %rd10, {descriptor};
+  wgmma.fence.sync.aligned;
   wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r10, %r11, %r12, %r13}}, %rd10, %rd10, 0, 1, 1, 0, 0;
   wgmma.commit_group.sync.aligned;
   {wait}
@@ -136,6 +137,8 @@ WGMMA = """
   st.shared.v4.b32 [%r9], {{%r10, %r11, %r12, %r13}};
   st.global.b32 [%rd6], %r10;
 """
+NO_SWIZZLE = 8 << 16 | 16 << 32
+"""a descriptor: 8 x 16-byte atoms, 128 bytes to the leading neighbour, 256 to the next eight rows"""
 
 
 @pytest.mark.parametrize(
@@ -160,9 +163,51 @@ def test_wgmma_needs_a_fence_a_barrier_a_wait_and_another_barrier(missing, repor
         parts["wait"], parts["last_barrier"] = parts["last_barrier"], parts["wait"]
     elif missing:
         parts[missing] = ""
-    descriptor = 8 << 16 | 16 << 32  # no swizzle, 8 x 16-byte atoms; leading 128, stride 256 bytes
-    found = races(WGMMA.format(descriptor=descriptor, **parts), threads=128)
+    found = races(WGMMA.format(descriptor=NO_SWIZZLE, **parts), threads=128)
     assert (found == []) if missing is None else any(reported in race for race in found), found
+
+
+SUMS, OPERAND = "{%r10, %r11, %r12, %r13}", "{%r14, %r15, %r16, %r17}"
+KIND = "f32.bf16.bf16"
+FENCE = "wgmma.fence.sync.aligned;"
+WAIT = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+PRODUCT = f"wgmma.mma_async.sync.aligned.m64n8k16.{KIND} {SUMS}, %rd10, %rd10, 1, 1, 1, 0, 0;"
+WIDER = (
+    f"wgmma.mma_async.sync.aligned.m64n16k16.{KIND} {SUMS[:-1]}, %r20, %r21, %r22, %r23}}, %rd10, %rd10, 1, 1, 1, 0, 0;"
+)
+FROM_REGISTERS = f"wgmma.mma_async.sync.aligned.m64n8k16.{KIND} {SUMS}, {OPERAND}, %rd10, 1, 1, 1, 0;"
+
+
+@pytest.mark.parametrize(
+    ("body", "reported"),
+    [
+        ("{fence} {product} {wait}", "adds to registers"),
+        ("{FENCE} {product} {wait} mul.f32 %r12, %r12, 0f3F000000; {fence} {product} {wait}", "adds to registers"),
+        ("{FENCE} {product} {wait} mov.b32 %r30, %r10; {fence} {product} {wait}", "adds to registers"),
+        ("{FENCE} {product} {fence} {wider} {wait}", "adds to registers"),
+        ("{FENCE} {product} {wait} mov.b32 %r14, %r2; {fence} {from_registers} {wait}", "reads registers"),
+        ("{FENCE} {product} {product} {wait} {product} {wait} mov.b32 %r30, %r31; {product} {wait}", None),
+        (
+            "{FENCE} {product} {wait} setp.eq.b32 %p1, %r1, 77; @%p1 mov.b32 %r10, 0; {fence} {product} {wait}",
+            "adds to",
+        ),
+        ("{FENCE} {product} {wait} setp.eq.b32 %p1, %r1, 999; @%p1 mov.b32 %r10, 0; {product} {wait}", None),
+    ],
+    ids=["first", "written", "read", "other shape", "A in registers", "same sums", "one lane wrote", "no lane wrote"],
+)
+def test_wgmma_needs_a_fence_after_other_instructions_have_used_its_registers(body, reported):
+    parts = {"FENCE": FENCE, "product": PRODUCT, "wider": WIDER, "from_registers": FROM_REGISTERS, "wait": WAIT}
+    begin = "shl.b32 %r9, %r1, 5; st.shared.v4.b32 [%r9], {%r1, %r1, %r1, %r1}; st.shared.v4.b32 [%r9 + 16], "
+    begin += f"{{%r1, %r1, %r1, %r1}}; fence.proxy.async.shared::cta; bar.sync 0; mov.b64 %rd10, {NO_SWIZZLE};"
+    rows = np.zeros((128, 1), np.uint32)
+
+    def found(fence: str) -> list[str]:
+        text = begin + body.format(fence=fence, **parts)
+        return list(run(text, rows, rows.copy(), threads=128, shared_bytes=4096, check=True).races)
+
+    assert found(FENCE) == []
+    missing = found("")
+    assert missing == [] if reported is None else any(reported in race for race in missing), missing
 
 
 THROUGH_GLOBAL_MEMORY = """

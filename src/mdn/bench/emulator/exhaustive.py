@@ -72,7 +72,7 @@ class ExhaustiveDetector(RaceDetector):
         granules = super().read_by_wgmma(offsets, group, width, where)
         # Whoever wrote last must have let the asynchronous proxy see it since then.
         unfenced = self._last_fence[self._last_writer[granules]] <= self._last_write[granules]
-        self._report(unfenced & (self._last_write[granules] > 0), f"{UNORDERED}: a write and a wgmma, no fence", where)
+        self.report(unfenced & (self._last_write[granules] > 0), f"{UNORDERED}: a write and a wgmma, no fence", where)
         rows = self._rows(PRODUCT, granules, np.full(len(granules), group * 128), where)
         self._products[group].append(rows)
         return granules

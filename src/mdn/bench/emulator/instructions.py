@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from mdn.bench.emulator.machine import UNSIGNED, Fault, Lanes, Mask, bfloat16_to_float32, float32_to_bfloat16
+from mdn.bench.emulator.machine import (
+    UNSIGNED,
+    Fault,
+    Lanes,
+    Machine,
+    Mask,
+    bfloat16_to_float32,
+    float32_to_bfloat16,
+)
 from mdn.bench.emulator.operands import FLOATS, Operands, dtype_of, is_float
-from mdn.bench.emulator.ptx import WIDTHS, Instruction, group
-from mdn.bench.emulator.tensor_cores import TensorCores, WgmmaOperands, wgmma_columns
+from mdn.bench.emulator.ptx import WIDTHS, Instruction, Kernel, group
+from mdn.bench.emulator.tensor_cores import RegisterOrder, TensorCores, WgmmaOperands, wgmma_columns, wgmma_shape
 
 Run = Callable[[Mask], None]
 
@@ -33,16 +42,26 @@ COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_
 COMPARISONS |= {"ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal}
 ROUNDINGS = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 ATOMICS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
-NOTHING = ("membar", "griddepcontrol", "fence.acq_rel", "fence.sc", "wgmma.fence", "nop")  # order of global memory only
+NOTHING = ("membar", "griddepcontrol", "fence.acq_rel", "fence.sc", "nop")
+"""without effect here: they order accesses of different CTAs, which must not meet at all"""
 
 
 class Builder(Operands):
     """Turns instructions into functions of the mask of active lanes."""
 
+    def __init__(self, kernel: Kernel, machine: Machine, special: dict[str, Lanes]):
+        super().__init__(kernel, machine, special)
+        products = [x for block in kernel.blocks for x in block if x.opcode.startswith("wgmma.mma_async")]
+        groups = [operand for x in products for operand in x.operands[:2] if operand.startswith("{")]  # D, maybe A
+        names = dict.fromkeys(name for operand in groups for name in group(operand))
+        self._wgmma_registers = {name: number for number, name in enumerate(names)} if machine.check else {}
+        """the registers that need wgmma.fence, if races are looked for"""
+
     def start(self, parameters: dict[str, Lanes]) -> None:
         """Forget what an earlier run left behind. ``parameters``: one value each, in the bits of its type."""
         self.parameters = parameters
         self.tensor_cores = TensorCores(self.machine)
+        self.order = RegisterOrder(len(self._wgmma_registers), self.machine)
 
     def build(self, instruction: Instruction) -> Run:
         make = getattr(self, f"_{instruction.name}", None)
@@ -52,12 +71,27 @@ class Builder(Operands):
             run = make(instruction)
         else:
             run = self._elementwise(instruction)
+        touched = self._wgmma_rows(*instruction.operands)
+        if len(touched) and instruction.name != "wgmma":
+            run = self._touching(run, touched)
         if instruction.guard is None:
             return run
         guard = self.register(instruction.guard)
         if instruction.negated:
             return lambda mask: run(~guard & mask)
         return lambda mask: run(guard & mask)
+
+    def _wgmma_rows(self, *operands: str) -> Lanes:
+        """The numbers of those registers in the operands that some wgmma adds to or takes A from."""
+        names = {name for operand in operands for name in re.findall(r"%\w+", operand)}
+        return np.array([self._wgmma_registers[name] for name in names if name in self._wgmma_registers], np.int64)
+
+    def _touching(self, run: Run, rows: Lanes) -> Run:
+        def run_and_note(mask: Mask) -> None:
+            run(mask)
+            self.order.touch(rows, mask)
+
+        return run_and_note
 
     def _elementwise(self, ins: Instruction) -> Run:
         """Instructions that numpy has: arithmetic, bit operations, functions of one number."""
@@ -405,6 +439,8 @@ class Builder(Operands):
         if "wait_group" in ins.parts:
             pending = int(ins.operands[0])
             return lambda mask: self.tensor_cores.wait(pending, mask)
+        if "fence" in ins.parts:
+            return lambda mask: self.order.fence(mask)
         d, a, b, accumulate, *rest = ins.operands
         signs, transposed = [int(x) for x in rest[:2]], [bool(int(x)) for x in rest[2:]]
         a_in_registers = a.startswith("{")
@@ -420,8 +456,14 @@ class Builder(Operands):
             a_transposed=transposed[0] if len(transposed) == 2 else False,
             b_transposed=transposed[-1] if transposed else False,
         )
-        where = place_of(ins)
-        return lambda mask: self.tensor_cores.multiply_async(product, mask, where)
+        where, shape = place_of(ins), wgmma_shape(ins.parts)
+        sums, left = self._wgmma_rows(d), self._wgmma_rows(a if a_in_registers else "")
+
+        def run(mask: Mask) -> None:
+            self.order.multiply(sums, left, shape, mask, where)
+            self.tensor_cores.multiply_async(product, mask, where)
+
+        return run
 
 
 def space_of(ins: Instruction) -> str:

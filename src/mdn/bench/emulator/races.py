@@ -60,9 +60,9 @@ class RaceDetector:
         self._check_data(at, where)
         recent = self.write_epoch[at] == epoch
         same_warp = self.writer[at] // 32 == lanes // 32
-        self._report(recent & ~same_warp, "read after write without a barrier", where)
+        self.report(recent & ~same_warp, "read after write without a barrier", where)
         unordered = recent & same_warp & (self.writer[at] != lanes) & (self.write_warp_epoch[at] == warp_epoch)
-        self._report(unordered, "read after write in a warp without bar.warp.sync", where)
+        self.report(unordered, "read after write in a warp without bar.warp.sync", where)
         self._remember_read(at, lanes, epoch, warp_epoch, np.uint32(1) << warp)
 
     def read_by_wgmma(self, offsets: Array, group: int, width: int, where: str) -> Array:
@@ -70,9 +70,9 @@ class RaceDetector:
         at, lanes = self._granules(offsets, np.full(len(offsets), group * 128), width)
         epoch, warp_epoch, warp = self._now(lanes)
         self._check_data(at, where)
-        self._report(self.write_epoch[at] == epoch, "wgmma reads what was written without a barrier since", where)
+        self.report(self.write_epoch[at] == epoch, "wgmma reads what was written without a barrier since", where)
         unfenced = self.fences[self.writer[at]] <= self.write_fences[at]
-        self._report(unfenced, "wgmma reads what no proxy fence has followed", where)
+        self.report(unfenced, "wgmma reads what no proxy fence has followed", where)
         self._remember_read(at, lanes, epoch, warp_epoch, np.uint32(15) << warp)
         at = np.unique(at)
         self.used_by_wgmma[at] += 1
@@ -89,19 +89,19 @@ class RaceDetector:
     def write(self, offsets: Array, lanes: Array, width: int, where: str, in_flight: bool = False) -> None:
         at, lanes = self._granules(offsets, lanes, width)
         epoch, warp_epoch, warp = self._now(lanes)
-        self._report(self.in_flight[at], "write to bytes of a copy in flight", where)
-        self._report(self.used_by_wgmma[at] > 0, "write to bytes that a wgmma in flight reads", where)
+        self.report(self.in_flight[at], "write to bytes of a copy in flight", where)
+        self.report(self.used_by_wgmma[at] > 0, "write to bytes that a wgmma in flight reads", where)
         recent = self.write_epoch[at] == epoch
         other_warp = self.writer[at] // 32 != lanes // 32
-        self._report(recent & other_warp, "write after write without a barrier", where)
+        self.report(recent & other_warp, "write after write without a barrier", where)
         unordered = recent & ~other_warp & (self.writer[at] != lanes) & (self.write_warp_epoch[at] == warp_epoch)
-        self._report(unordered, "write after write in a warp without bar.warp.sync", where)
+        self.report(unordered, "write after write in a warp without bar.warp.sync", where)
         read_recently = self.read_epoch[at] == epoch
         others = self.read_warps[at] & ~(np.uint32(1) << warp)
-        self._report(read_recently & (others != 0), "write after read without a barrier", where)
+        self.report(read_recently & (others != 0), "write after read without a barrier", where)
         same_warp = (self.reader[at] // 32 == lanes // 32) & (self.reader[at] != lanes)
         unordered = read_recently & same_warp & (self.read_warp_epoch[at] == warp_epoch)
-        self._report(unordered, "write after read in a warp without bar.warp.sync", where)
+        self.report(unordered, "write after read in a warp without bar.warp.sync", where)
         self._remember_write(at, lanes, epoch, warp_epoch, in_flight)
 
     def land(self, offsets: Array, lanes: Array, width: int) -> None:
@@ -126,8 +126,8 @@ class RaceDetector:
         return self.cta_epoch[lanes // self.threads], self.warp_epoch[lanes // 32], warp
 
     def _check_data(self, at: Array, where: str) -> None:
-        self._report(~self.written[at] & ~self.in_flight[at], "read of bytes that were never written", where)
-        self._report(self.in_flight[at], "read of bytes of a copy in flight", where)
+        self.report(~self.written[at] & ~self.in_flight[at], "read of bytes that were never written", where)
+        self.report(self.in_flight[at], "read of bytes of a copy in flight", where)
 
     def _remember_read(self, at: Array, lanes: Array, epoch: Array, warp_epoch: Array, warps: Array) -> None:
         self.read_warps[at[self.read_epoch[at] != epoch]] = 0
@@ -140,7 +140,7 @@ class RaceDetector:
         self.in_flight[at] = in_flight
         self.written[at] = True
 
-    def _report(self, bad: Array, what: str, where: str) -> None:
+    def report(self, bad: Array, what: str, where: str) -> None:
         if bad.any():
             self.found[f"{what}: {where}"] += 1
 
@@ -170,7 +170,7 @@ class GlobalRaceDetector(RaceDetector):
         lanes = lanes + self.first_cta * self.threads
         at, each = self._granules(offsets, lanes, width)
         cta = each // self.threads
-        self._report(self._written_by_others(at, cta), "read of what another program writes", where)
+        self.report(self._written_by_others(at, cta), "read of what another program writes", where)
         before = self.reader_cta[at]
         self.reader_cta[at] = np.where((before == 0) | (before == cta + 1), cta + 1, SEVERAL)
         self.reader_cta[at[self.reader_cta[at] != cta + 1]] = SEVERAL  # several in this very instruction
@@ -184,11 +184,11 @@ class GlobalRaceDetector(RaceDetector):
         at, each = self._granules(offsets, lanes, width)
         cta = each // self.threads
         readers, foreign = self.reader_cta[at], self._written_by_others(at, cta)
-        self._report((readers != 0) & (readers != cta + 1), "write to what another program reads", where)
+        self.report((readers != 0) & (readers != cta + 1), "write to what another program reads", where)
         super().write(offsets, lanes, width, where, in_flight)
         # Programs that run side by side may write in one instruction: the last one has left its number.
         foreign |= self._written_by_others(at, cta)
-        self._report(foreign, "write to what another program writes", where)
+        self.report(foreign, "write to what another program writes", where)
 
     def _check_data(self, at: Array, where: str) -> None:
         """Global memory is whatever the caller left in it."""

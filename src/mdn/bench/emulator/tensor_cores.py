@@ -241,9 +241,56 @@ def descriptor_offsets(
     return offsets ^ ((offsets >> 7 & (width // 16 - 1)) << 4)
 
 
+def wgmma_shape(instruction_parts: tuple[str, ...]) -> str:
+    """m64nNkK"""
+    return next(part for part in instruction_parts if part.startswith("m64"))
+
+
 def wgmma_columns(instruction_parts: tuple[str, ...]) -> int:
     """n of m64nNkK."""
-    shape = next(part for part in instruction_parts if part.startswith("m64"))
-    found = re.search(r"n(\d+)k", shape)
+    found = re.search(r"n(\d+)k", wgmma_shape(instruction_parts))
     assert found is not None
     return int(found[1])
+
+
+class RegisterOrder:
+    """Whether ``wgmma.fence`` orders the registers of every wgmma (PTX ISA, 9.7.15.7.1).
+
+    The accumulators, and A if it is in registers, need one between an access by any other instruction and the wgmma,
+    and before the first wgmma. Accumulators that the last wgmma of the same shape has added to need none.
+    """
+
+    FENCED, TOUCHED = 0, -1
+
+    def __init__(self, registers: int, machine: Machine):
+        self.machine = machine
+        # Numbers from 1 are shapes: a wgmma of that shape has added to the register since the last fence.
+        self._state = np.full((registers, machine.num_lanes // 32), self.TOUCHED, np.int16)
+        self._shapes: dict[str, int] = {}
+
+    def touch(self, registers: Lanes, mask: Mask) -> None:
+        """An instruction other than wgmma reads or writes these."""
+        self._state[self._cells(registers, mask)] = self.TOUCHED
+
+    def fence(self, mask: Mask) -> None:
+        self._state[self._cells(np.arange(len(self._state)), mask)] = self.FENCED
+
+    def multiply(self, sums: Lanes, left: Lanes, shape: str, mask: Mask, where: str) -> None:
+        """A wgmma adds to ``sums`` and takes A from ``left`` (empty if it lies in shared memory)."""
+        races = self.machine.races
+        if races is None:
+            return
+        number = self._shapes.setdefault(shape, len(self._shapes) + 1)
+        accumulators, operands = self._cells(sums, mask), self._cells(left, mask)
+        unordered = (self._state[accumulators] != self.FENCED) & (self._state[accumulators] != number)
+        races.report(unordered, "wgmma adds to registers that no wgmma.fence has followed", where)
+        unordered = self._state[operands] != self.FENCED
+        races.report(unordered, "wgmma reads registers that no wgmma.fence has followed", where)
+        self._state[accumulators] = number
+
+    @staticmethod
+    def _cells(registers: Lanes, mask: Mask) -> Any:
+        """Index of the registers' states in the warps that take part."""
+        if mask is True:
+            return registers
+        return np.ix_(registers, np.flatnonzero(mask.reshape(-1, 32).any(1)))
