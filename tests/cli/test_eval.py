@@ -72,6 +72,13 @@ def test_missing_tasks_are_an_error_or_a_dash(place, capsys):
     assert shown.split("first ", 1)[1].split()[:2] == ["–", "–"]
 
 
+@pytest.mark.parametrize("option", ["--data DATA", "--skip-missing", "--batch-size 8", "--seed 0", "--out OUT"])
+def test_what_mqar_does_not_read_is_refused_with_it_alone(place, capsys, option):
+    words = option.replace("DATA", str(place / "data")).replace("OUT", str(place / "out")).split()
+    assert main(["eval", str(place / "first"), "--suite", "mqar", *words]) == 2
+    assert f"{words[0]} has no effect on --suite mqar" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -83,6 +90,7 @@ def test_missing_tasks_are_an_error_or_a_dash(place, capsys):
         (("--suite", "mqar", "--dtype", "bfloat16"), "--dtype cannot be combined with --suite mqar"),
         (("--suite", "perplexity,mqar", "--limit", "2"), "--limit cannot be combined with --suite mqar"),
         (("--suite", "mqar", "--max-length", "64"), "--max-length cannot be combined with --suite mqar"),
+        (("--suite", "mqar"), "--data has no effect on --suite mqar"),
         (("--suite", "perplexity", "--lengths", "1024"), "--lengths is for --suite needle, which is not asked for"),
         (("--suite", "perplexity", "--haystack", "stdlib"), "--haystack is for --suite needle"),
         (("--suite", "perplexity", "--plot", "map.png"), "--plot is for --suite needle"),

@@ -21,8 +21,20 @@ from mdn.cli.options import (
 from mdn.common.results import write_results
 
 HELP = "the paper's evaluations through lm-evaluation-harness, one or several models side by side"
-OF_ONE_SUITE = {"lengths": "needle", "haystack": "needle", "plot": "needle", "recipe": "mqar"}
-NOT_FOR_MQAR = {"device": "auto", "dtype": "auto", "limit": None, "max_length": None}
+OPTIONS_OF_ONE_SUITE = {"lengths": "needle", "haystack": "needle", "plot": "needle", "recipe": "mqar"}
+"""options that one suite alone reads, with its name"""
+REFUSED_BY_MQAR = ("device", "dtype", "limit", "max_length")
+"""options that would apply to every suite, but not to mqar: it is refused together with them"""
+HARNESS_DEFAULTS: dict[str, Any] = {
+    "data": (),
+    "skip_missing": False,
+    "batch_size": 8,
+    "seed": 0,
+    "out": Path("runs/eval"),
+    "device": "auto",
+    "dtype": "auto",
+}
+"""options of what runs through the harness (all but mqar), with the values of those that are not given"""
 EXAMPLE = "mdn eval runs/demo --suite perplexity --data my_files --limit 100 --batch-size 8"
 
 
@@ -40,20 +52,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks", type=names, default=[], help="any tasks, groups or tags of lm-evaluation-harness, with commas"
     )
     parser.add_argument("--data", type=Path, action="append", metavar="DIR", help="local files, no Hub (repeatable)")
-    parser.add_argument("--skip-missing", action="store_true", help="leave out tasks whose data is missing")
+    parser.add_argument(
+        "--skip-missing", action="store_true", default=None, help="leave out tasks whose data is missing"
+    )
     parser.add_argument("--limit", type=positive_int, help="only the first N examples of every task")
-    parser.add_argument("--batch-size", type=positive_int, default=8, help="changes no score (8)")
+    parser.add_argument("--batch-size", type=positive_int, help="changes no score (8)")
     parser.add_argument("--max-length", type=positive_int, help="tokens of input and output (default: the suite's)")
     parser.add_argument(
         "--lengths", type=whole_numbers, help="haystack lengths for needle, with commas (1024,...,16384)"
     )
     parser.add_argument("--haystack", help="for needle: a text file, or stdlib; default: RULER's essays from the Hub")
     parser.add_argument("--recipe", help="for mqar: the recipe whose test segments are used (quick)")
-    parser.add_argument("--seed", type=seed, default=0, help="of the harness (0)")
+    parser.add_argument("--seed", type=seed, help="of the harness (0)")
     add_loading_arguments(parser)
-    parser.add_argument(
-        "--out", type=output_directory, default=Path("runs/eval"), help="result files; existing ones are reused"
-    )
+    parser.set_defaults(dtype=None, device=None)
+    parser.add_argument("--out", type=output_directory, help="result files; existing ones are reused (runs/eval)")
     add_output_arguments(parser, plot=False)
     parser.add_argument("--markdown", metavar="FILE", type=output_file, help="write the table as Markdown")
     parser.add_argument("--plot", metavar="FILE", type=output_file, help="for needle: the heat-map (OUT/needle.png)")
@@ -61,6 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     _check(args)
+    for name, default in HARNESS_DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     if args.data:
         # Must be set before the libraries are imported: with local data nothing may access the network.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
@@ -93,15 +109,27 @@ def _check(args: argparse.Namespace) -> None:
     for folder in args.data or ():
         if not folder.is_dir():
             raise ValueError(f"--data {folder} is not a directory")
-    for name, suite in OF_ONE_SUITE.items():
+    for name, suite in OPTIONS_OF_ONE_SUITE.items():
         if getattr(args, name) is not None and suite not in args.suite:
             raise ValueError(f"--{name} is for --suite {suite}, which is not asked for")
-    for name, unused in NOT_FOR_MQAR.items():
-        if "mqar" in args.suite and getattr(args, name) != unused:
-            option = "--" + name.replace("_", "-")
+    if "mqar" not in args.suite:
+        return
+    for name in REFUSED_BY_MQAR:
+        if getattr(args, name) is not None:
             raise ValueError(
-                f"{option} cannot be combined with --suite mqar: whole test segments run on the CPU, as saved"
+                f"{_option(name)} cannot be combined with --suite mqar: whole test segments run on the CPU, as saved"
             )
+    runs_harness = args.suite != ["mqar"] or bool(args.tasks)
+    for name in HARNESS_DEFAULTS:
+        if not runs_harness and getattr(args, name) is not None:
+            raise ValueError(
+                f"{_option(name)} has no effect on --suite mqar: the test segments are those of its recipe, and "
+                "results are kept with --json"
+            )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _labels(models: list[str]) -> list[str]:
@@ -122,7 +150,7 @@ def _harness_results(args: argparse.Namespace, suites: list, tasks: list) -> tup
 
     haystack = _haystack(args.haystack)
     fingerprint = None if haystack is None else hashlib.sha256(haystack.encode()).hexdigest()
-    data = tuple(args.data or ())
+    data = tuple(args.data)
     settings = Settings(args.out, data, args.limit, args.batch_size, args.seed, fingerprint)
     jobs = [*jobs_of(suites), *tasks]
     if args.max_length is not None:
