@@ -160,7 +160,7 @@ def test_the_shortest_length_has_room_for_its_needles():
 
 def test_a_language_model_is_asked_in_text():
     found = find_needles_in_text(
-        make_model(), make_tokenizer(), (300,), (0.0, 1.0), examples=1, haystack="noise", new_tokens=2
+        make_model(), make_tokenizer(), (300,), (0.0, 1.0), examples=1, haystack="noise", keys=1, new_tokens=2
     )
     assert found.shape == (2, 1)
     assert set(found.flatten().tolist()) <= {0.0, 1.0}

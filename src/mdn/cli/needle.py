@@ -8,8 +8,8 @@ from typing import Any
 from mdn.cli.options import add_output_arguments, names, number, output_directory, positive_int, seed, whole_numbers
 
 HELP = "needle in a haystack over length and depth: trains tiny models on the spot, or takes a trained one"
-TINY = {"mixers": ["momentum_deltanet"], "steps": 500, "learning_rate": 5e-3}
-"""options of the tiny models alone, with their defaults"""
+TRAINING_DEFAULTS = {"mixers": ["momentum_deltanet"], "steps": 500, "learning_rate": 5e-3}
+"""options of the tiny models that are trained here, and what they are if not given; --model refuses them"""
 EXAMPLE = "mdn needle --mixers momentum_deltanet,gated_deltanet --steps 500 --out runs/needle"
 
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """Fills in what tiny models need, or refuses it for a model that is trained already."""
-    for name, default in TINY.items():
+    for name, default in TRAINING_DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
         elif args.model:

@@ -91,6 +91,10 @@ KEYS = tuple(_KEY_WORDS.split())
 INSTRUCTION = "Some special magic numbers are hidden within the following text."
 NEEDLE = "One of the special magic numbers for {key} is: {value}."
 QUESTION = "The special magic number for {key} is:"
+SHORT_NUMBER = 2
+"""digits of a number that can be one token of a small vocabulary"""
+LONG_NUMBER = 7
+"""digits of RULER's numbers, for language models"""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def make_example(
     *,
     haystack: str = "noise",
     keys: int = 1,
-    digits: int = 2,
+    digits: int = SHORT_NUMBER,
 ) -> NeedleExample:
     """The needle in question at ``depth`` and ``keys - 1`` others anywhere, filled with hay up to ``length`` tokens."""
     if haystack not in HAYSTACKS:
@@ -140,7 +144,7 @@ def make_example(
     return NeedleExample(" ".join([INSTRUCTION, *hay, question]), values[0], depth, others)
 
 
-def shortest_length(count: Callable[[str], int], keys: int, digits: int = 2) -> int:
+def shortest_length(count: Callable[[str], int], keys: int, digits: int = SHORT_NUMBER) -> int:
     """A length that has room for any ``keys`` needles with their instruction and question."""
     value = "9" * digits
     check_keys(keys)
@@ -173,10 +177,10 @@ def find_needles_in_text(
     lengths: tuple[int, ...],
     depths: tuple[float, ...],
     *,
-    examples: int = 10,
-    haystack: str = "documentation",
-    keys: int = 1,
-    digits: int = 7,
+    examples: int,
+    haystack: str,
+    keys: int,
+    digits: int = LONG_NUMBER,
     new_tokens: int = 16,
     seed: int = 0,
 ) -> np.ndarray:
