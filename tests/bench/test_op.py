@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mdn.bench import op, op_general, op_peers
+from mdn.bench import op, op_general, op_peers, timing
 from mdn.bench.op_accuracy import accuracy_table
-from mdn.bench.op_results import CONTROL, fill_general, tables, too_busy
+from mdn.bench.op_results import CONTROL, fill_general, remarks, tables, too_busy
 from mdn.cli import main
 from mdn.common.results import read_results
 
@@ -34,6 +34,8 @@ def test_a_quick_run_writes_json_and_both_plots(quick_run: tuple[int, Path]) -> 
         assert row["seconds"][op_peers.OURS] > 0
         assert row["times_faster_torch"][op_peers.OURS] == 1
     assert {row["peer"] for row in results["packing"]} <= {op_peers.OURS, op_peers.NATIVE}
+    assert "gpu" not in results["machine"]
+    assert "GPU" in results["not_runnable"][op_peers.TRITON]
 
 
 def test_every_peer_has_a_time_or_a_reason(quick_run: tuple[int, Path]) -> None:
@@ -44,10 +46,53 @@ def test_every_peer_has_a_time_or_a_reason(quick_run: tuple[int, Path]) -> None:
     assert op_peers.FIRST_ORDER in results["correctness"]
 
 
+def test_everything_is_measured_on_the_device_that_was_asked_for() -> None:
+    """Meta tensors do not mix with those of the CPU, and take no time."""
+    names = [name for name in op_peers.FORWARDS if name not in (op_peers.NATIVE, op_peers.TRITON, op_peers.FLA)]
+    shape = op_peers.RuleShape(1, 64, 2, 16, 16)
+    for name in names:
+        assert {x.device.type for x in op_peers.make_inputs(shape, device="meta").values()} == {"meta"}
+        assert op.saved_bytes(name, shape, "meta") >= 0
+    assert set(op.measure_shape(shape, names, quick=True, device="meta")["seconds"]) == set(names)
+    assert set(op.measure_lengths(shape, names, quick=True, device="meta")) == set(names)
+    assert op.measure_packing(shape, names, quick=True, device="meta")
+    assert set(op.measure_decode(names, quick=True, device="meta")["rows"][0]["seconds"]) == {
+        op_peers.OURS,
+        "scale both states",
+    }
+
+
+def test_a_record_from_a_gpu_has_neither_threads_nor_bars(monkeypatch) -> None:
+    """What ``run`` does with a GPU, which is the CPU here."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+    def without_device(module, name: str) -> None:
+        right = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *arguments: right(*arguments[:-1]))
+
+    for name in ("runnable_peers", "check_correct"):
+        without_device(op_peers, name)
+    for name in ("measure_shape", "measure_lengths", "measure_packing", "measure_decode", "saved_bytes"):
+        without_device(op, name)
+    monkeypatch.setattr(op, "accuracy_table", lambda device: accuracy_table((-0.1,)))
+    results = op.run(quick=True, device="cuda")
+    assert (results["scaling"], results["bars"]) == ({}, [])
+    assert not any(table.caption.startswith("from one thread") for table in tables(results))
+    assert next(remarks(results)).startswith("a GPU, torch")
+
+
+def test_a_call_is_timed_from_the_end_of_the_one_before_it(monkeypatch) -> None:
+    """A GPU works on after a call has returned."""
+    events: list[str] = []
+    monkeypatch.setattr(timing, "_wait_for_device", lambda: events.append("wait"))
+    timing.interleaved({"a": lambda: events.append("a"), "b": lambda: events.append("b")}, repeats=1)
+    assert events == ["a", "b", "wait", "a", "wait", "b", "wait"]
+
+
 def test_a_wrong_result_stops_the_benchmark_before_any_figure(monkeypatch, capsys, tmp_path: Path) -> None:
     right = op_peers.FORWARDS[op_peers.OURS]
     monkeypatch.setitem(op_peers.FORWARDS, op_peers.OURS, lambda x: right(x) * 1.0001)
-    monkeypatch.setattr(op_peers, "runnable_peers", lambda: ([op_peers.OURS], {}))
+    monkeypatch.setattr(op_peers, "runnable_peers", lambda device: ([op_peers.OURS], {}))
     code = main(["bench", "op", "--quick", "--json", str(tmp_path / "op.json")])
     assert code == 1
     printed = capsys.readouterr().out
@@ -103,6 +148,19 @@ def test_bad_arguments_are_one_line_and_exit_code_2(capsys) -> None:
     assert len(error.splitlines()) == 1
     assert main(["bench", "op", "--accuracy", "--plot", "x.png"]) == 2
     assert "--plot draws times" in capsys.readouterr().err
+    assert main(["bench", "op", "--device", "tpu"]) == 2
+    assert "--device" in capsys.readouterr().err
+    assert main(["bench", "op", "--general", "--device", "cuda"]) == 2
+    assert "leave out --device" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("only", [[], ["--accuracy"]])
+def test_a_gpu_that_is_not_there_is_one_line_and_exit_code_2(only: list[str], capsys) -> None:
+    assert main(["bench", "op", "--device", "cuda", *only]) == 2
+    error = capsys.readouterr().err
+    assert "--device cuda needs a GPU, and torch finds none here" in error
+    assert len(error.splitlines()) == 1
 
 
 def test_the_options_of_the_general_rule_are_measured_beside_the_plain_one(capsys, tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ AS_PRINTED = (
 )
 NOT_RUN = {
     "mdn eval runs/demo --tasks boolq,nq_open --limit 100": "downloads the tasks' data",
+    "mdn bench op --device cuda": "needs a GPU; tests/bench/test_op.py has what can be tested without one",
     "mdn bench kernels --quick --targets sm_90 --key-dims 128": "compiles for minutes; see tests/ops/triton",
     "mdn bench kernels --variants sm_80 sm_90 --json benchmarks/results/kernels.json": "compiles for half an hour",
     "torchrun --nnodes 1 --nproc_per_node 8 --standalone --no-python mdn train paper/mdn_400M": "needs eight GPUs",

@@ -1,6 +1,7 @@
 """`mdn bench op`: the momentum delta rule against its peers, all in one process and interleaved.
 
-Figures are ratios or times of one forward + backward in float32. Nothing is measured before every peer has been checked
+Figures are ratios or times of one forward + backward in float32 (vectors in bfloat16 for the kernels that only run on a
+GPU). Nothing is measured before every peer has been checked
 against its definition. Machine-dependent numbers mean something only beside the others of the same run.
 """
 
@@ -17,7 +18,7 @@ from mdn.bench.op_accuracy import accuracy_table
 from mdn.bench.op_peers import RuleShape, make_inputs, training_step
 from mdn.bench.op_results import CONTROL, too_busy
 from mdn.bench.timing import interleaved, machine
-from mdn.ops import SequenceBoundaries, chunk_momentum_delta_rule, momentum_delta_step
+from mdn.ops import SequenceBoundaries, momentum_delta_step
 
 WIDE = RuleShape(1, 2048, 4, 128, 256)
 NARROW = RuleShape(8, 512, 4, 64, 64)
@@ -27,35 +28,36 @@ THREADS = "native: one thread's time over two threads'"
 SWEEP = (512, 2048, 8192, 32768)
 
 
-def run(quick: bool = False, threads: int | None = None) -> dict[str, Any]:
-    """Everything, as one dictionary. ``quick`` shrinks shapes and repeats: not for figures that are recorded."""
+def run(quick: bool = False, threads: int | None = None, device: str = "cpu") -> dict[str, Any]:
+    """Everything, as one dictionary. ``quick`` shrinks shapes and repeats: not for figures that are recorded. On a GPU
+    ("cuda") there are no bars, and threads are not compared."""
     if threads is not None:
         torch.set_num_threads(threads)
-    names, reasons = peers.runnable_peers()
-    correctness = peers.check_correct(names)
+    names, reasons = peers.runnable_peers(device)
+    correctness = peers.check_correct(names, device)
     wide, narrow = (RuleShape(1, 128, 2, 16, 32), RuleShape(2, 64, 2, 16, 16)) if quick else (WIDE, NARROW)
     results: dict[str, Any] = {
-        "machine": machine(),
+        "machine": machine(device),
         "quick": quick,
         "not_runnable": reasons,
         "correctness": correctness,
-        "accuracy": accuracy_table(),
-        "shapes": [measure_shape(shape, names, quick) for shape in (wide, narrow)],
-        "lengths": measure_lengths(wide, names, quick),
-        "packing": measure_packing(wide, names, quick),
-        "scaling": measure_scaling(wide, names, quick),
-        "decode": measure_decode(quick) if peers.NATIVE in names else None,
-        "saved_bytes_per_token_and_head": {name: saved_bytes(name, wide) for name in names},
+        "accuracy": accuracy_table(device=device),
+        "shapes": [measure_shape(shape, names, quick, device) for shape in (wide, narrow)],
+        "lengths": measure_lengths(wide, names, quick, device),
+        "packing": measure_packing(wide, names, quick, device),
+        "scaling": measure_scaling(wide, names, quick) if device == "cpu" else {},
+        "decode": measure_decode(names, quick, device) if set(names) & {peers.NATIVE, peers.TRITON} else None,
+        "saved_bytes_per_token_and_head": {name: saved_bytes(name, wide, device) for name in names},
     }
-    results["bars"] = [] if quick else bars(results)
+    results["bars"] = [] if quick or device != "cpu" else bars(results)
     return results
 
 
-def measure_shape(shape: RuleShape, names: list[str], quick: bool) -> dict[str, Any]:
+def measure_shape(shape: RuleShape, names: list[str], quick: bool, device: str = "cpu") -> dict[str, Any]:
     """Seconds of every peer, how much faster ours is, and the share of the matmul rate of the same run."""
-    inputs = make_inputs(shape)
+    inputs = make_inputs(shape, device=device)
     size = 256 if quick else 2048
-    left, right = torch.randn(2, size, size)
+    left, right = torch.randn(2, size, size, device=device)
     calls: dict[str, Callable[[], object]] = {name: training_step(name, inputs) for name in names}
     calls["matmul"] = lambda: left @ right
     seconds = interleaved(calls, repeats=2 if quick else 25, budget_seconds=2 if quick else 40, label=str(shape))
@@ -67,12 +69,14 @@ def measure_shape(shape: RuleShape, names: list[str], quick: bool) -> dict[str, 
         "gflop": shape.flops() / 1e9,
         "matmul_gflop_per_second": matmul_rate / 1e9,
         "share_of_matmul_rate": {
-            name: shape.flops() / seconds[name] / matmul_rate for name in names if name in (peers.OURS, peers.NATIVE)
+            name: shape.flops() / seconds[name] / matmul_rate for name in names if name in peers.BACKENDS
         },
     }
 
 
-def measure_lengths(shape: RuleShape, names: list[str], quick: bool) -> dict[str, dict[int, float]]:
+def measure_lengths(
+    shape: RuleShape, names: list[str], quick: bool, device: str = "cpu"
+) -> dict[str, dict[int, float]]:
     """Microseconds per token of each peer at each length, one row of the given heads. All lengths interleaved.
 
     A sample is as many calls as make up the tokens of the peer's longest length: on a machine with other work, the
@@ -80,11 +84,11 @@ def measure_lengths(shape: RuleShape, names: list[str], quick: bool) -> dict[str
     """
     times = (64, 128) if quick else SWEEP
     longest = dict.fromkeys(names, LONGEST_PEER) | {peers.ATTENTION: LONGEST_ATTENTION}
-    longest |= dict.fromkeys((peers.OURS, peers.NATIVE), max(times))
+    longest |= dict.fromkeys(peers.BACKENDS, max(times))
     calls: dict[tuple[str, int], Callable[[], object]] = {}
     tokens = {name: max(time for time in times if time <= longest[name]) for name in names}
     for time in times:
-        inputs = make_inputs(RuleShape(1, time, shape.heads, shape.key_dim, shape.value_dim))
+        inputs = make_inputs(RuleShape(1, time, shape.heads, shape.key_dim, shape.value_dim), device=device)
         for name in names:
             if time <= longest[name]:
                 calls[name, time] = _repeated(training_step(name, inputs), tokens[name] // time)
@@ -103,7 +107,7 @@ def _repeated(call: Callable[[], object], count: int) -> Callable[[], None]:
     return calls
 
 
-def measure_packing(shape: RuleShape, names: list[str], quick: bool) -> list[dict[str, Any]]:
+def measure_packing(shape: RuleShape, names: list[str], quick: bool, device: str = "cpu") -> list[dict[str, Any]]:
     """Ragged sequences packed, the same padded to whole chunks, and one sequence with as many tokens."""
     results = []
     for label, longest in (("short (1 to 64 tokens)", 64), ("mixed (1 to 512 tokens)", 512)):
@@ -111,8 +115,8 @@ def measure_packing(shape: RuleShape, names: list[str], quick: bool) -> list[dic
         padded = [-(-length // 64) * 64 for length in lengths]
         layouts = {"packed": lengths, "padded": padded, "one sequence": [sum(lengths)]}
         calls: dict[tuple[str, str], Callable[[], object]] = {
-            (name, layout): _packed_step(name, shape, each)
-            for name in (peers.OURS, peers.NATIVE)
+            (name, layout): _packed_step(name, shape, each, device)
+            for name in peers.BACKENDS
             if name in names
             for layout, each in layouts.items()
         }
@@ -131,14 +135,13 @@ def _random_lengths(longest: int, tokens: int) -> list[int]:
     return lengths
 
 
-def _packed_step(name: str, shape: RuleShape, lengths: list[int]) -> Callable[[], None]:
-    boundaries = SequenceBoundaries.from_lengths(lengths)
-    inputs = make_inputs(RuleShape(1, boundaries.total, shape.heads, shape.key_dim, shape.value_dim))
-    backend = "torch" if name == peers.OURS else "cpu"
+def _packed_step(name: str, shape: RuleShape, lengths: list[int], device: str) -> Callable[[], None]:
+    boundaries = SequenceBoundaries.from_lengths(lengths, device)
+    inputs = make_inputs(RuleShape(1, boundaries.total, shape.heads, shape.key_dim, shape.value_dim), device=device)
     cotangent = torch.ones_like(inputs["v"])
 
     def step() -> None:
-        o, _ = chunk_momentum_delta_rule(**inputs, cu_seqlens=boundaries, backend=backend, check_gates=False)
+        o = peers.ours(name, inputs, cu_seqlens=boundaries)
         torch.autograd.grad(o, list(inputs.values()), cotangent)
 
     return step
@@ -170,29 +173,30 @@ def measure_scaling(shape: RuleShape, names: list[str], quick: bool) -> dict[str
     return {name: seconds[name, 1] / seconds[name, 2] for name in steps}
 
 
-def measure_decode(quick: bool) -> dict[str, Any]:
+def measure_decode(names: list[str], quick: bool, device: str = "cpu") -> dict[str, Any]:
     """Seconds of one decode step per backend, and of scaling both states in place once: the least that any step can
     read and write."""
     heads, key_dim, value_dim = (2, 16, 32) if quick else (6, 128, 256)
     rows = []
     for batch in (1, 16):
-        one = make_inputs(RuleShape(batch, 1, heads, key_dim, value_dim))
+        one = make_inputs(RuleShape(batch, 1, heads, key_dim, value_dim), device=device)
         token = {name: x.detach()[:, 0].contiguous() for name, x in one.items()}
-        state = torch.zeros(2, batch, heads, key_dim, value_dim)
+        state = torch.zeros(2, batch, heads, key_dim, value_dim, device=device)
         settings: dict[str, Any] = {"p": None, "state": state, "check_gates": False}
         calls: dict[str, Callable[[], object]] = {
-            peers.NATIVE: partial(momentum_delta_step, **token, backend="cpu", **settings),
-            peers.OURS: partial(momentum_delta_step, **token, backend="torch", **settings),
-            "scale both states": partial(state.mul_, 0.999),
+            name: partial(momentum_delta_step, **peers.inputs_for(name, token), backend=backend, **settings)
+            for name, backend in peers.BACKENDS.items()
+            if name in names
         }
+        calls["scale both states"] = partial(state.mul_, 0.999)
         seconds = interleaved(calls, repeats=5 if quick else 200, budget_seconds=5, label=f"decode, batch {batch}")
         rows.append({"batch": batch, "seconds": seconds})
     return {"shape": f"H{heads} K{key_dim} V{value_dim}", "rows": rows}
 
 
-def saved_bytes(name: str, shape: RuleShape) -> float:
+def saved_bytes(name: str, shape: RuleShape, device: str = "cpu") -> float:
     """Bytes that autograd keeps between forward and backward, each storage once, per token and head."""
-    inputs = make_inputs(shape)
+    inputs = make_inputs(shape, device=device)
     kept: dict[int, int] = {}
     alive: list[torch.Tensor] = []  # so that no address is used twice
 

@@ -18,15 +18,16 @@ from mdn.ops.backends import why_not
 
 LOG_MU = (-0.1, -0.5, -1.0, -2.0, -3.0, -20.0, -math.inf)
 RECURRENCE = "recurrence, float32"
+TRITON_FLOAT32 = "mdn triton"
 
 
-def accuracy_table(values: tuple[float, ...] = LOG_MU) -> list[dict[str, float]]:
+def accuracy_table(values: tuple[float, ...] = LOG_MU, device: str = "cpu") -> list[dict[str, float]]:
     """One row per log_mu: the output's largest error over its largest value, NaN where a form breaks."""
     rows = []
     for log_mu in values:
         inputs = {
             name: x.detach()
-            for name, x in make_inputs(RuleShape(1, 256, 4, 64, 64), seed=11, largest_factor=4.0).items()
+            for name, x in make_inputs(RuleShape(1, 256, 4, 64, 64), 11, largest_factor=4.0, device=device).items()
         }
         inputs["log_mu"] = torch.full_like(inputs["log_mu"], log_mu)
         exact: PeerInputs = {name: x.double() for name, x in inputs.items()}
@@ -42,8 +43,9 @@ def _outputs(inputs: PeerInputs) -> dict[str, Tensor]:
         PAPER_SOLVE: paper_chunk_momentum_delta_rule(**inputs, library_solve=True).o,
         OURS: chunk_momentum_delta_rule(**inputs, backend="torch")[0],
     }
-    if why_not("cpu", inputs["q"]) is None:
-        outputs[NATIVE] = chunk_momentum_delta_rule(**inputs, backend="cpu")[0]
+    for name, backend in ((NATIVE, "cpu"), (TRITON_FLOAT32, "triton")):
+        if why_not(backend, inputs["q"]) is None:
+            outputs[name] = chunk_momentum_delta_rule(**inputs, backend=backend)[0]
     return outputs
 
 

@@ -32,7 +32,7 @@ def tables(content: dict[str, Any]) -> list[Table]:
         *map(_shape, content["shapes"]),
         _lengths(content["lengths"]),
         _packing(content["packing"]),
-        _scaling(content["scaling"]),
+        *([_scaling(content["scaling"])] if content["scaling"] else []),
         *([_decode(content["decode"])] if content["decode"] is not None else []),
         _saved(content["saved_bytes_per_token_and_head"]),
         _accuracy(content["accuracy"]),
@@ -43,7 +43,8 @@ def tables(content: dict[str, Any]) -> list[Table]:
 def remarks(content: dict[str, Any]) -> Iterator[str]:
     """The machine, and which peers could not run."""
     about = content["machine"]
-    yield f"{about['processor']}, {about['threads']} threads, torch {about['torch']}, float32, forward + backward"
+    where = about.get("gpu") or f"{about['processor']}, {about['threads']} threads"
+    yield f"{where}, torch {about['torch']}, float32, forward + backward"
     for name, reason in content["not_runnable"].items():
         yield f"not runnable here: {name}: {reason}"
 

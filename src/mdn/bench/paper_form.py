@@ -115,11 +115,11 @@ def inverse_by_rows(system: Tensor) -> Tensor:
     for i in range(1, system.shape[-1]):
         row = inverse[..., i, :, None].clone() * inverse[..., :, :i].clone()
         inverse[..., i, :i] = inverse[..., i, :i].clone() + row.sum(-2)
-    return inverse + torch.eye(system.shape[-1], dtype=system.dtype)
+    return inverse + torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
 
 
 def inverse_by_library(system: Tensor) -> Tensor:
-    identity = torch.eye(system.shape[-1], dtype=system.dtype).expand_as(system)
+    identity = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device).expand_as(system)
     return torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
 
 

@@ -24,6 +24,7 @@ def interleaved(
     least)."""
     for call in calls.values():
         call()
+    _wait_for_device()  # the first call that is timed must not wait for these
     least = dict.fromkeys(calls, float("inf"))
     started = time.perf_counter()
     for done in tqdm(range(repeats), desc=label, leave=False, disable=not label):
@@ -37,9 +38,10 @@ def interleaved(
     return least
 
 
-def machine() -> dict[str, object]:
+def machine(device: str = "cpu") -> dict[str, object]:
     """What a figure depends on besides the code."""
     return {
+        **({"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
