@@ -52,14 +52,6 @@ class _PartsOfHeads(TensorParallelLayer):
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         module.keep_part(mesh.size())
-        step = getattr(module, "step", None)  # one token, in place: called beside forward
-
-        def local_step(*arguments: Any, **options: Any) -> Any:
-            with self.context_around_forward(module, mesh):
-                return step(*arguments, **options)  # type: ignore[misc]
-
-        if step is not None:
-            module.step = local_step
         installed: nn.Module = super().install_forward(module, mesh)
         return installed
 
