@@ -137,6 +137,10 @@ def test_a_step_refuses_inputs_and_states_of_another_shape(make_layer, dtype):
     with pytest.raises(ValueError, match=r"slots must have shape \[2\], got \[3\]"):
         layer.step(x, torch.zeros(9, CHANNELS, history, dtype=dtype), torch.tensor([3, 8, 1]))
     assert not good.any()
+    with pytest.raises(ValueError, match="needs the state that the token comes after"):
+        layer(x, step=True)
+    with pytest.raises(ValueError, match="slots are for one token"):
+        layer(x[:, None], state=good, slots=torch.tensor([0, 1]))
 
 
 def test_a_width_below_two_is_refused():

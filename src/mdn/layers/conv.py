@@ -48,10 +48,7 @@ class CausalWindow(nn.Module):
         raise NotImplementedError
 
     def step(self, x: Tensor, state: Tensor, slots: Tensor | None = None) -> Tensor:
-        """The same; with ``slots`` (int64 ``[B]``) the state of row b is ``state[slots[b]]``.
-
-        A call of the module, because hooks of other libraries bring the weights to where they are used.
-        """
+        """The same; with ``slots`` (int64 ``[B]``) the state of row b is ``state[slots[b]]``. See ``forward``."""
         y: Tensor = self(x, state=state, slots=slots, step=True)[0]
         return y
 
@@ -86,11 +83,16 @@ class CausalWindow(nn.Module):
         """y, and with ``return_state`` the state after the last token; ``state=None``: nothing came before.
 
         With a plan (its own, or the layout's) x holds one rank's tokens and states are those of all documents.
-        ``step`` and ``slots`` are for the method ``step``.
+        ``step`` and ``slots`` are for the method ``step``: one token ``[B, C]`` after ``state``, which advances in
+        place. It comes through here because a call of the module is what other libraries prepare: accelerate's hooks
+        bring offloaded weights, and with tensor parallelism the forward pass sees this rank's part of them.
         """
         if step:
-            assert state is not None
+            if state is None:
+                raise ValueError("step=True needs the state that the token comes after")
             return self._step(x, state, slots), state
+        if slots is not None:
+            raise ValueError("slots are for one token (step=True), got a call for whole sequences")
         if x.dim() != 3 or x.shape[2] != self.channels:
             raise ValueError(f"x must have shape [B, T, {self.channels}], got {list(x.shape)}")
         if layout is None:
