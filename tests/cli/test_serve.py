@@ -38,6 +38,20 @@ def test_vllm_finds_the_plug_in() -> None:
     assert point.load().__name__ == "register"  # loading it does not import vLLM
 
 
+def test_arguments_that_the_server_refuses_are_one_line_and_argparse_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    (tmp_path / "stand_in_server.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("mdn.cli.serve.SERVER", "stand_in_server")
+    monkeypatch.setattr("mdn.cli.serve.vllm_is_installed", lambda: True)
+    before = argparse.ArgumentParser.error, sys.argv
+    assert main(["serve", str(tmp_path / "model")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("mdn: error: --vllm: unrecognized arguments: --model")
+    assert (argparse.ArgumentParser.error, sys.argv) == before
+
+
 def arguments_for(*words: str) -> list[str]:
     parser = argparse.ArgumentParser()
     add_arguments(parser)

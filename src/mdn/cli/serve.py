@@ -8,6 +8,8 @@ import importlib.util
 import runpy
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,11 +44,10 @@ def run(args: argparse.Namespace) -> None:
     require_vllm("mdn serve")
     words = server_arguments(args)
     print(f"mdn: {shlex.join([sys.executable, '-m', SERVER, *words])}", file=sys.stderr, flush=True)
-    sys.argv = ["mdn serve", *words]
-    argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign, assignment]
     try:
-        # As `python -m` would, but in this process, so that what vLLM refuses becomes one line like every other error.
-        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+        with _command_line(words):
+            # As `python -m` would, but in this process, so that what vLLM refuses becomes one line like other errors.
+            runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
     except ValueError as error:
         raise ValueError(_reason(error)) from error
     except OSError as error:
@@ -70,6 +71,19 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
     if args.max_model_len is not None:
         words += ["--max-model-len", str(args.max_model_len)]
     return words + args.vllm
+
+
+@contextmanager
+def _command_line(words: list[str]) -> Iterator[None]:
+    """Inside the block these are the process's arguments, and what argparse refuses in them is a ValueError."""
+    argv, error = sys.argv, argparse.ArgumentParser.error
+    sys.argv = ["mdn serve", *words]
+    argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        argparse.ArgumentParser.error = error  # type: ignore[method-assign]
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
