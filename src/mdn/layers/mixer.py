@@ -40,7 +40,7 @@ RECURRENT_LAYER_TYPE = "recurrent_linear_attention"
 
 # The field of the config whose None means the default of the mixer's constructor. (None of other fields is a value,
 # for example no clamp or no window.)
-MIXERS_OWN = "gate_activation"
+FIELD_WITH_DEFAULT_OF_MIXER = "gate_activation"
 
 
 class StateShape(NamedTuple):
@@ -111,7 +111,7 @@ class Mixer(nn.Module):
         known = {
             name: getattr(config, field)
             for name, field in cls.config_fields().items()
-            if hasattr(config, field) and not (field == MIXERS_OWN and getattr(config, field) is None)
+            if hasattr(config, field) and not (field == FIELD_WITH_DEFAULT_OF_MIXER and getattr(config, field) is None)
         }
         options = cls.checked_options(getattr(config, "mixer_options", None))
         return {**known, **options, "layer_idx": layer_idx}

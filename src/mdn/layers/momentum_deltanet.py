@@ -300,7 +300,13 @@ class MomentumDeltaNet(ProjectedMixer):
 
     tensor_plan: ClassVar[dict[str, str]] = ProjectedMixer.head_plan | columns("a_proj", "b_proj", "m_proj", "e_proj")
     no_weight_decay: ClassVar[tuple[str, ...]] = (
-        *("A_log", "dt_bias", "Mu_log", "mu_bias", "nu_bias", "log_factor", "D_log"),
+        "A_log",
+        "dt_bias",
+        "Mu_log",
+        "mu_bias",
+        "nu_bias",
+        "log_factor",
+        "D_log",
     )
     config_names: ClassVar[dict[str, str]] = {"mode": "attn_mode"}
     # probing 2, momentum's decay and write 3, the weight's decay and step 3, reading 2

@@ -35,7 +35,7 @@ def layer_volume(mixer: Any, tokens: int, ranks: int, layout: str = "contiguous"
     shapes = {name: state.shape for name, state in mixer.state_shapes().items()}
     near = node_size(ranks, None)
     maps = RANGES_PER_RANK[layout] * (near - 1 + ranks // near - 1)
-    matrices = [shape for shape in shapes.values() if len(shape) == 3]
+    matrices = [shape for shape in shapes.values() if len(shape) == 3]  # heads, rows, V
     forward = backward = 0
     if matrices:
         heads, _, value_dim = matrices[0]
@@ -46,7 +46,7 @@ def layer_volume(mixer: Any, tokens: int, ranks: int, layout: str = "contiguous"
     for name, shape in shapes.items():
         if name == "conv":
             both = RANGES_PER_RANK[layout] * (ranks - 1) * activation_bytes * shape[0] * shape[1]
-        elif name.startswith("keys and values"):
+        elif mixer.cache_type == "full_attention":  # keys and values of one token
             both = (ranks - 1) * tokens * activation_bytes * shape[0] * shape[1]
         else:
             continue

@@ -1,8 +1,8 @@
 """The Hugging Face Trainer with atomic checkpoints, a NaN guard, coordinated stopping and reliable decay groups.
 
-The Trainer's loop is unchanged. The additions override five of its methods: the sampler (rows in the order of the run),
-training_step (the loss of every step), _get_grad_norm (the guard), _save_checkpoint (written aside, then published) and
-get_decay_parameter_names (collected before any wrapping).
+The Trainer's loop is unchanged. What is added overrides its methods for the order of the rows, the groups of the
+optimiser (collected before any wrapping), the loss and the gradient norm of a step (the guard), and for saving
+checkpoints (written aside, then published) and loading them.
 """
 
 from __future__ import annotations
