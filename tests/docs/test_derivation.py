@@ -212,6 +212,13 @@ def test_traces_determinants_and_the_stability_conditions_of_one_step():  # (23)
     trace, determinant = step.diagonal(dim1=-2, dim2=-1).sum(-1), torch.linalg.det(step)
     torch.testing.assert_close(trace, alpha * (1 - beta * eta - direct) + mu * (1 - beta * eta))
     torch.testing.assert_close(determinant, alpha * mu * (1 - beta * eta - direct))
+    eigenvalues = torch.linalg.eigvals(step)
+    in_disc = mu * beta * eta <= (1 + mu) * (1 + alpha * (1 - beta * eta - direct))
+    assert torch.equal(eigenvalues.abs().amax(-1) <= 1 + 1e-9, in_disc)
+    in_right_half = beta * eta + direct <= 1
+    assert torch.equal(eigenvalues.real.amin(-1) >= -1e-9, in_right_half)
+    for condition in (in_disc, in_right_half):
+        assert 0 < condition.sum() < len(condition)
 
 
 def test_a_chunk_is_an_affine_map():  # (19)

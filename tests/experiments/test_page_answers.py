@@ -49,18 +49,18 @@ def data(tmp_path):
 
 def test_the_mqar_answer_says_who_is_better_on_which_task(data):
     assert one_line(page_answers.mqar_answer(data)) == (
-        "On plain MQAR, MDN (86.0 %) is better than Comba (75.0 %), and cannot be told apart from KDA (86.3 %), "
-        "nor from Mamba2 (61.7 %), whose seeds lie far apart. "
+        "On plain MQAR, MDN (86.0 %) is better than Comba (75.0 %), and does not differ significantly from KDA (86.3 "
+        "%), nor from Mamba2 (61.7 %), whose seeds lie far apart. "
         "On MQAR with rewriting, MDN (65.0 %) is better than Mamba2 (25.0 %), is worse than KDA (75.0 %), "
-        "and cannot be told apart from Comba (65.0 %)."
+        "and does not differ significantly from Comba (65.0 %)."
     )
 
 
 def test_the_mqar_segments_are_named_where_mdn_differs(data):
     assert one_line(page_answers.mqar_segments(data)) == (
-        "On plain MQAR, MDN is better than Comba on every segment; it can be told apart from KDA or Mamba2 on no "
-        "segment. On MQAR with rewriting, MDN is worse than KDA on every segment, and better than Mamba2 on every "
-        "segment; it can be told apart from Comba on no segment."
+        "On plain MQAR, MDN is better than Comba on every segment; it does not differ significantly from KDA or Mamba2 "
+        "on any segment. On MQAR with rewriting, MDN is worse than KDA on every segment, and better than Mamba2 on "
+        "every segment; it does not differ significantly from Comba on any segment."
     )
 
 
@@ -105,7 +105,7 @@ def test_the_ablation_answer_follows_the_intervals_and_the_verdicts(tmp_path):
         f"byte). {kinds}"
     )
     assert answer(2.7, 2.9, 2.8) == (
-        "With three seeds no row can be told apart from the full model at 2.850 bits per byte, neither the best, "
+        "With three seeds no row differs significantly from the full model at 2.850 bits per byte, neither the best, "
         f"mu = 0 (2.800), nor the worst, alpha_max = 1 (2.933), and no hybrid from 8 layers without attention. {kinds}"
     )
     assert "the time of 12 of them is recorded, 6.0 minutes together" in one_line(page_answers.ablation_cost(tmp_path))

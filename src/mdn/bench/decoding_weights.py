@@ -1,8 +1,8 @@
 """Decoding with packed weights: milliseconds per step of one model in every format, in one run, as ratios.
 
-``before`` is float32 as it was before there were native layers and replayed steps: every layer in torch, the rule
-native. Where llama.cpp is installed (``pip install xllamacpp gguf``) a model that reads as many random weights per
-token is decoded by it too.
+``IN_TORCH`` is the float32 model without native layers and replayed steps: every layer in torch, the rule native.
+Where llama.cpp is installed (``pip install xllamacpp gguf``) a model that reads as many random weights per token is
+decoded by it too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mdn.common.results import Table
 from mdn.models import MomentumDeltaNetConfig, MomentumDeltaNetForCausalLM
 from mdn.ops.fused import definitions_only
 
-BEFORE = "before"
+IN_TORCH = "float32, layers in torch"
 PROMPT = 64
 PEERS = {"float32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
 """our formats and llama.cpp's of the same size"""
@@ -43,7 +43,7 @@ def bench(
     seconds: float,
     llama: bool,
 ) -> dict[str, Any]:
-    """Rows of (format, batch): seconds per decode step and its ratio to ``before`` at the same batch."""
+    """Rows of (format, batch): seconds per decode step, and how many times faster than float32 at the same batch."""
     facts = machine()
     torch.manual_seed(0)
     original = MomentumDeltaNetForCausalLM(config).eval()
@@ -56,7 +56,7 @@ def bench(
         peers = _peers(stack, weights, formats) if llama else {}
         for batch in batches:
             calls = {name: decoder(model, filled_cache(model, batch, PROMPT), batch) for name, model in models.items()}
-            calls[BEFORE] = _in_torch(decoder(original, filled_cache(original, batch, PROMPT), batch))
+            calls[IN_TORCH] = _in_torch(decoder(original, filled_cache(original, batch, PROMPT), batch))
             for call in calls.values():  # the second step is recorded, the third replayed
                 call()
                 call()
@@ -64,7 +64,7 @@ def bench(
             if batch == 1:
                 least |= {f"llama.cpp {PEERS[name]}": peer.seconds_per_token() for name, peer in peers.items()}
             rows += [
-                {"format": name, "batch": batch, "seconds": time, "ratio": least[BEFORE] / time}
+                {"format": name, "batch": batch, "seconds": time, "ratio": least["float32"] / time}
                 for name, time in least.items()
             ]
     return {"machine": facts, "weights_per_token": weights, "rows": rows}
@@ -84,7 +84,7 @@ def _peers(stack: contextlib.ExitStack, weights: int, formats: list[str]) -> dic
 
 
 def tables(content: dict[str, Any]) -> list[Table]:
-    """Milliseconds per step, the ratio to ``before``, to llama.cpp, and tokens per second against batch 1."""
+    """Milliseconds per step, the ratio to float32, to llama.cpp, and tokens per second against batch 1."""
     rows = content["rows"]
     batches = sorted({row["batch"] for row in rows})
     found = {(row["format"], row["batch"]): row for row in rows}
@@ -96,7 +96,7 @@ def tables(content: dict[str, Any]) -> list[Table]:
             cells.append("" if row is None else f"{1e3 * row['seconds']:.1f} ({row['ratio']:.2f})")
         lines.append([name, *cells, _against_llama(found, name), _against_one(found, name, batches)])
     header = ["weights", *(f"batch {batch}" for batch in batches), "llama.cpp / ours", "tokens/s, largest over 1"]
-    title = "milliseconds per decode step (times faster than float32 before)"
+    title = "milliseconds per decode step (times faster than float32)"
     return [Table(f"{title}, {content['weights_per_token'] / 1e6:.0f} M weights read per token", header, lines)]
 
 

@@ -120,7 +120,7 @@ def tables(content: dict[str, Any]) -> list[Table]:
         gap = _gap(difference(entry, content["rows"]))
         rows.append([entry["row"], entry["paper reports"], exact, spread, gap, paper, growth, entry["verdict"]])
     header = ["row", "paper (400M)", "diverged, exact", "held-out bits per byte", "minus the full model"]
-    caption = f"{content['cells']} of {content['of']} cells; hybrids minus 8 layers, bold: told apart"
+    caption = f"{content['cells']} of {content['of']} cells; hybrids minus 8 layers, bold: significant"
     return [Table(caption, [*header, "diverged, paper's arithmetic", "log10 growth", "verdict"], rows)]
 
 

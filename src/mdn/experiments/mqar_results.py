@@ -102,7 +102,7 @@ def compared(content: dict[str, Any]) -> list[tuple[Chosen, Chosen]]:
 
 def verdict(difference: Interval, other: str) -> str:
     if not difference.leaves_out_zero:
-        return "cannot be told apart"
+        return "no significant difference"
     return f"{REFERENCE if difference.mean > 0 else other} is better"
 
 
@@ -115,7 +115,7 @@ def _difference_table(content: dict[str, Any], caption: str) -> list[Table]:
         cells = [_difference(difference) for difference in (*by_segment, overall)]
         rows.append([other["mixer"], f"{other['hidden_size']}", *cells, verdict(overall, other["mixer"])])
     header = ["minus", "d", *names, "mean", "verdict on the mean"]
-    return [Table(f"{caption}; bold: told apart", header, rows)] if rows else []
+    return [Table(f"{caption}; bold: significant", header, rows)] if rows else []
 
 
 def _difference(difference: Interval) -> str:

@@ -62,7 +62,7 @@ def _mqar_clauses(content: dict[str, Any]) -> str:
     clauses += [f"is worse than {listed(worse)}"] if worse else []
     groups = [listed(level)] if level else []
     groups += [f"{listed(scattered)}, whose seeds lie far apart"] if scattered else []
-    clauses += [f"cannot be told apart from {', nor from '.join(groups)}"] if groups else []
+    clauses += [f"does not differ significantly from {', nor from '.join(groups)}"] if groups else []
     return f"{_with_mean(mdn)} {joined(clauses)}"
 
 
@@ -90,7 +90,7 @@ def _segment_clauses(content: dict[str, Any]) -> str:
     clauses = [f"{verb} than {listed(names)} {at}" for (verb, at), names in where.items()]
     said = [f"MDN is {joined(clauses)}"] if clauses else []
     said += (
-        [f"{'it' if clauses else 'MDN'} can be told apart from {listed(nowhere, 'or')} on no segment"]
+        [f"{'it' if clauses else 'MDN'} does not differ significantly from {listed(nowhere, 'or')} on any segment"]
         if nowhere
         else []
     )
@@ -183,7 +183,7 @@ def ablation_answer(data: Path) -> str:
         same = [row for row in rows if reference_of(row) == REFERENCE and row["bits per byte"]]
         low, *_, high = sorted(same, key=lambda row: statistics.fmean(row["bits per byte"]))
         first = (
-            f"With {seeds} no row can be told apart from the full model at {full}, neither the best, "
+            f"With {seeds} no row differs significantly from the full model at {full}, neither the best, "
             f"{_with_bits(low)}, nor the worst, {_with_bits(high)}, and no hybrid from 8 layers without attention"
         )
     reported = [row for row in rows if row["paper reports"].startswith("NaN")]
@@ -218,7 +218,7 @@ def ablation_gap(data: Path) -> str:
     rows = [[name, *_difference(seeds[first], seeds[second])] for name, (first, second) in pairs.items()]
     here = next(row["bits per byte"] for row in _ablations(data)["rows"] if row["row"] == REFERENCE)
     rows.append(["MDN in the study minus the full model of this page", *_difference(seeds["mdn"], here)])
-    return str(Table("", ["bits per byte", "difference", "told apart"], rows))
+    return str(Table("", ["bits per byte", "difference", "significant"], rows))
 
 
 def _difference(first: list[float], second: list[float]) -> list[str]:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from mdn.experiments.ablation_cells import SMALL
 from mdn.experiments.studies.language import LanguageTask
-from mdn.experiments.studies.study import EQUAL_PARAMETERS, EQUAL_STATE, SMALL_MODEL, Comparison, Study
+from mdn.experiments.studies.study import (
+    EQUAL_PARAMETERS,
+    EQUAL_STATE,
+    SMALL_MODEL,
+    WITHIN_BOUNDS,
+    Comparison,
+    Study,
+)
 
 ROWS = (
     "mu0",
@@ -35,5 +42,5 @@ STUDY = Study(
             model=SMALL_MODEL | SMALL | {"use_mlp": True, "tie_word_embeddings": False, "initializer_range": 0.02},
         ),
     ),
-    (*(Comparison("mdn", row, EQUAL_PARAMETERS.what) for row in ROWS), *EQUAL_STATE),
+    (*(Comparison("mdn", row, EQUAL_PARAMETERS.what) for row in ROWS), *EQUAL_STATE, WITHIN_BOUNDS[1]),
 )

@@ -82,7 +82,7 @@ def clauses(content: dict[str, Any], comparison: Comparison) -> list[str]:
         # After one clause "the two" are named, and their numbers follow in the same order.
         pair = "the two" if len(said) == 1 else f"{first} and {second}"
         swapped = len(said) == 1 and not found[FIRST]
-        said.append(f"{pair} cannot be told apart on {_with_means(found[LEVEL], swapped)}")
+        said.append(f"{pair} do not differ significantly on {_with_means(found[LEVEL], swapped)}")
     return said
 
 
@@ -123,7 +123,9 @@ def equal_state(content: dict[str, Any]) -> str:
     if on(FIRST, SECOND):
         found.append(f"the two comparisons contradict each other on {on(FIRST, SECOND)}")
     if on(LEVEL, LEVEL):
-        found.append(f"{'the two' if len(found) == 1 else 'MDN and GDN'} cannot be told apart on {on(LEVEL, LEVEL)}")
+        found.append(
+            f"{'the two' if len(found) == 1 else 'MDN and GDN'} do not differ significantly on {on(LEVEL, LEVEL)}"
+        )
     return f"With equal state, {joined(found)}" if found else "With equal state nothing is decided yet"
 
 
@@ -191,9 +193,12 @@ def ablation(content: dict[str, Any]) -> Sentences:
         f"{listed(better)} {_is(better)} better than {reference}" if better else f"no row is better than {reference}"
     )
     second = f"{listed(worse)} {_is(worse)} worse" if worse else "no row is worse"
-    rest = f"cannot be told apart from it: {listed(level)}" if level else "can be told apart from it"
-    others = "The other rows" if level else "All rows"
-    return f"With a learning rate for every row, {first}, and {second}", f"{others} {rest}"
+    rest = (
+        f"The other rows do not differ significantly from it: {listed(level)}"
+        if level
+        else "All rows differ significantly from it"
+    )
+    return f"With a learning rate for every row, {first}, and {second}", rest
 
 
 def _is(items: Sequence[str]) -> str:
@@ -208,8 +213,8 @@ def language(content: dict[str, Any]) -> Sentences:
 
 
 def _mdn_against(found: Sequence[Finding]) -> str:
-    """MDN against several others on one task: "MDN (1.668) is better than ..., and cannot be told apart from ..."."""
-    verbs = {FIRST: "is better than", SECOND: "is worse than", LEVEL: "cannot be told apart from"}
+    """MDN against several others on one task: "MDN (1.668) is better than ..., and does not differ ..."."""
+    verbs = {FIRST: "is better than", SECOND: "is worse than", LEVEL: "does not differ significantly from"}
     said = []
     for verdict, verb in verbs.items():
         others = [
@@ -244,18 +249,19 @@ def lasting_gap(content: dict[str, Any]) -> str:
     apart = {millions: is_told_apart(*pair) for millions, pair in pairs.items()}
     begin, end = gaps[1].mean, gaps[12].mean
     if not apart[12]:
-        verdict = f"so that it can{' no longer' if apart[1] else 'not'} be told from zero"
+        verdict = f"in the end the two do {'no longer' if apart[1] else 'not'} differ significantly"
     elif not apart[1]:
-        verdict = f"so that {'MDN' if metric.better(end, 0.0) else 'mu = 0'} is ahead in the end"
+        ahead, behind = ("MDN", "mu = 0") if metric.better(end, 0.0) else ("mu = 0", "MDN")
+        verdict = f"{ahead} ends ahead of {behind}"
     elif begin * end < 0:
-        verdict = "so that it changes its sign"
+        verdict = "the gap changes its sign"
     elif abs(end) < abs(begin) / 2:
-        verdict = "so that it shrinks to less than half but remains"
+        verdict = "the gap shrinks to less than half but remains"
     else:
-        verdict = "so that it lasts"
+        verdict = "the gap lasts"
     return (
         f"In runs over 12 million tokens, MDN minus mu = 0 is {listed(shown)} {metric.unit} after 1, 4 and 12 million "
-        f"(the learning rate is still high after 4), {verdict}{_against_gdn(content)}"
+        f"tokens (after 4 million the learning rate is still high): {verdict}{_against_gdn(content)}"
     )
 
 
@@ -265,9 +271,9 @@ def _against_gdn(content: dict[str, Any]) -> str:
     if not last or last[0].verdict() == UNDECIDED:
         return ""
     (finding,) = last
-    says = {FIRST: "MDN is ahead of GDN", SECOND: "GDN is ahead of MDN", LEVEL: "MDN and GDN cannot be told apart"}
-    numbers = finding.metric.in_words(*finding.means).replace(" against ", " and ")
-    return f", and at the end {says[finding.verdict()]} ({numbers})"
+    level = "MDN and GDN do not differ significantly"
+    says = {FIRST: "MDN ends ahead of GDN", SECOND: "GDN ends ahead of MDN", LEVEL: level}
+    return f", and {says[finding.verdict()]} ({finding.metric.in_words(*finding.means)})"
 
 
 ANSWERS: dict[str, Callable[[dict[str, Any]], Sentences]] = {
@@ -293,23 +299,21 @@ def claim(content: dict[str, Any]) -> str:
             ]
         )
     if content["study"] == "language":
-        found = [entry for entry in findings(content, EQUAL_PARAMETERS) if entry.verdict() != UNDECIDED]
+        pairs = (EQUAL_PARAMETERS, MU_ZERO)
+        found = [entry for pair in pairs for entry in findings(content, pair) if entry.verdict() != UNDECIDED]
         if not found:
-            return paragraph(["Whether this is so here is open until the runs of MDN and GDN are recorded"])
-        return paragraph([_little_change(finding) for finding in found])
+            return "Whether this is so here is open until the runs of MDN, GDN and mu = 0 are recorded."
+        return "\n".join(paragraph([_change(finding)], begin="- ") for finding in found)
     raise ValueError(f"no sentences on the paper's claim are generated for {content['study']!r}")
 
 
-def _little_change(finding: Finding) -> str:
-    """Whether the runs of a task show that momentum changes the bits per byte, and how small a change they could."""
+def _change(finding: Finding) -> str:
+    """Whether the runs of a task show a change of the bits per byte, and which changes their interval allows."""
     gap, metric = difference_interval(finding.first, finding.second), finding.metric
-    size = f"{metric.shown(gap.mean)} ± {metric.in_words(gap.half_width)}"
-    if finding.verdict() == LEVEL:
-        says = f"would not show a change below {metric.in_words(gap.half_width)}, and show none"
-    else:
-        says = "show a change"
-    runs = f"{COUNTS[finding.task['seeds']]} seeds over {finding.task['phrase']}"
-    return f"{runs[0].upper()}{runs[1:]} {says} (MDN minus GDN is {size})"
+    first, second = labels(finding.comparison)
+    shown = "no change can be shown" if finding.verdict() == LEVEL else "a change"
+    allowed = f"the interval reaches from {metric.shown(gap.low)} to {metric.in_words(gap.high)}"
+    return f"{first} minus {second} after {finding.task['phrase']}: {shown}; {allowed}"
 
 
 def _confirmed(content: dict[str, Any], comparison: Comparison, what: str) -> str:

@@ -1,4 +1,4 @@
-"""What the recorded seeds say about two contestants: better, worse, or not to be told apart."""
+"""What the recorded seeds say about two contestants: better, worse, or no significant difference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
         return statistics.fmean(self.first), statistics.fmean(self.second)
 
     def verdict(self) -> str:
-        """FIRST or SECOND if it is better and they can be told apart; UNDECIDED while seeds are missing."""
+        """FIRST or SECOND if it is significantly better; UNDECIDED while seeds are missing."""
         if min(len(self.first), len(self.second)) < self.task["seeds"]:
             return UNDECIDED
         if not is_told_apart(self.first, self.second):
@@ -63,7 +63,7 @@ def comparison_table(content: dict[str, Any]) -> Table:
         words = {
             FIRST: f"{first} is better",
             SECOND: f"{second} is better",
-            LEVEL: "cannot be told apart",
+            LEVEL: "no significant difference",
             UNDECIDED: "seeds are missing",
         }
         for finding in findings(content, comparison):

@@ -24,6 +24,7 @@ from mdn.experiments.studies.study import (
     ERROR,
     TEST_SEED,
     VECTOR_DECAY_COMPARISONS,
+    WITHIN_BOUNDS,
     Metric,
     Study,
     Task,
@@ -101,5 +102,5 @@ STUDY = Study(
             length=96,
         ),
     ),
-    (EQUAL_PARAMETERS, *EQUAL_STATE, *VECTOR_DECAY_COMPARISONS),
+    (EQUAL_PARAMETERS, *EQUAL_STATE, *WITHIN_BOUNDS, *VECTOR_DECAY_COMPARISONS),
 )

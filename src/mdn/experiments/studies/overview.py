@@ -1,7 +1,7 @@
 """Where momentum pays: all studies in one figure, as the ratio of MDN's error to that of Gated DeltaNet's rule.
 
 The error of a task is 1 - accuracy, the squared error, or the bits per byte. The ratio is one of geometric means over
-seeds; its interval is Welch's for the difference of the logarithms. Below 1 momentum pays.
+seeds; its interval is Welch's for the difference of the logarithms. Below 1 MDN is ahead.
 
 The sentences follow the verdicts of the studies' pages. Where the ratio's interval says something else, they say so.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mdn.common.plots import COLOURS, figure
+from mdn.common.plots import figure
 from mdn.common.results import Table
 from mdn.experiments.studies.answers import COUNTS, learnt, listed, paragraph
 from mdn.experiments.studies.contestants import CONTESTANTS
@@ -22,6 +22,8 @@ from mdn.experiments.studies.study import EQUAL_PARAMETERS, EQUAL_STATE, Compari
 SMALLEST_ERROR = 1e-4
 """of an accuracy that tests of a few thousand answers can tell from 1"""
 COMPARISONS = (EQUAL_PARAMETERS, *EQUAL_STATE)
+MARKERS, GREYS = ("o", "s", "^"), ("#111111", "#666666", "#A0A0A0")
+"""of the comparisons; colours stand for models in the other figures"""
 
 
 def summarise_overview(contents: list[dict[str, Any]]) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def tables(content: dict[str, Any]) -> list[Table]:
 
 
 def in_words(content: dict[str, Any]) -> str:
-    """A list: what momentum does to the error on which tasks, at equal parameters and at equal state."""
+    """A list: on which tasks MDN's error is lower or higher, at equal parameters and at equal state."""
     by_task: dict[str, dict[Comparison, dict[str, Any]]] = {}
     for row in content["rows"]:
         phrase = row["phrase"] if row["seeds"] >= 5 else f"{row['phrase']} ({COUNTS[row['seeds']]} seeds)"
@@ -91,19 +93,24 @@ def in_words(content: dict[str, Any]) -> str:
             groups.setdefault((rows[EQUAL_PARAMETERS]["verdict"], tuple(at_state)), []).append(task)
     order = (FIRST, SECOND, LEVEL)
     ordered = sorted(groups, key=lambda verdicts: order.index(verdicts[0]))
-    points = [f"Momentum {_predicate(*verdicts, groups[verdicts])}" for verdicts in ordered]
+    points = [_point(*verdicts, groups[verdicts]) for verdicts in ordered]
     points += [
         _disagreement(row) for row in content["rows"] if row["learnt"] and verdict_of_ratio(row) != row["verdict"]
     ]
     if not_learnt:
-        points.append(f"On average over seeds no model learns {listed(not_learnt, 'or')}: these tasks decide nothing")
+        points.append(f"No model learns {listed(not_learnt, 'or')}, so these tasks are inconclusive")
     return "\n".join(paragraph([point], begin="- ") for point in points)
 
 
-def _predicate(at_parameters: str, at_state: tuple[str, ...], tasks: list[str]) -> str:
-    """What momentum does to the error of some tasks at equal parameters, and in the two comparisons at equal state."""
-    verbs = {FIRST: "lowers the error", SECOND: "raises the error", LEVEL: "makes no measurable difference"}
-    said = f"{verbs[at_parameters]} on {listed(tasks)} at equal parameters"
+def _point(at_parameters: str, at_state: tuple[str, ...], tasks: list[str]) -> str:
+    """What the comparison of some tasks finds at equal parameters, and the two comparisons at equal state."""
+    finds = {
+        FIRST: "MDN's error is lower than GDN's",
+        SECOND: "MDN's error is higher than GDN's",
+        LEVEL: "no measurable difference",
+    }
+    said = f"{listed(tasks)}: {finds[at_parameters]} at equal parameters"
+    said = said[0].upper() + said[1:]
     different = [verdict for verdict in at_state if verdict != LEVEL]
     if not at_state:
         return f"{said} (equal state was not compared)"
@@ -114,7 +121,7 @@ def _predicate(at_parameters: str, at_state: tuple[str, ...], tasks: list[str]) 
     if len(set(different)) > 1:
         return f"{said}, and the two comparisons at equal state contradict each other"
     number = "both" if len(different) == len(at_state) else "one"
-    again = "" if different[0] == at_parameters else f" it {verbs[different[0]]}"
+    again = "" if different[0] == at_parameters else f" {finds[different[0]]}"
     return f"{said}, and{again} in {number} of the two comparisons at equal state"
 
 
@@ -150,8 +157,8 @@ def draw(content: dict[str, Any]) -> Any:
             [row["ratio"] for row in mine],
             [height(row) for row in mine],
             xerr=[[row["ratio"] - row["low"] for row in mine], [row["high"] - row["ratio"] for row in mine]],
-            fmt="o",
-            color=COLOURS[number],
+            fmt=MARKERS[number],
+            color=GREYS[number],
             capsize=3,
             label=f"{between(mine[0])}: {comparison.equal}",
         )
@@ -164,6 +171,6 @@ def draw(content: dict[str, Any]) -> Any:
     axis.minorticks_off()
     axis.set_yticks(range(len(tasks)), tasks)
     axis.set_ylim(len(tasks) - 0.5, -0.5)
-    axis.set_xlabel("error with momentum / error without  (← momentum pays)")
+    axis.set_xlabel("MDN's error / error of GDN's rule in the same layer  (← MDN is ahead)")
     fig.legend(fontsize=8, loc="outside lower center", ncols=1)
     return fig

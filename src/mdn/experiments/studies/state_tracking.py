@@ -96,7 +96,7 @@ STUDY = Study(
     "state-tracking",
     "Which rules can follow a state beyond the length of training?",
     (
-        _task("parity", "parity", 800, 12, ("gdn-bounds-negative",)),
+        _task("parity", "addition modulo 2", 800, 12, ("gdn-bounds-negative",)),
         _task("mod 5", "addition modulo 5", 800, 12),
         _task("S3", "permutations of three", 800, 12),
         _task("A5", "even permutations of five", 800, 12),
@@ -107,6 +107,10 @@ STUDY = Study(
         Comparison(
             "mdn-negative", "gdn-negative", "equal parameters (writes up to twice as strong, MDN within its bounds)"
         ),
-        Comparison("mdn-negative", "gdn-bounds-negative", "equal parameters (the same, both within MDN's bounds)"),
+        Comparison(
+            "mdn-negative",
+            "gdn-bounds-negative",
+            "equal parameters (writes up to twice as strong, both within MDN's bounds)",
+        ),
     ),
 )

@@ -278,11 +278,18 @@ EQUAL_STATE = (
     Comparison("mdn", "gdn-double", "equal state (twice the value columns for GDN)"),
     Comparison("mdn-half", "gdn", "equal state (half the value columns for MDN)"),
 )
+WITHIN_BOUNDS = (
+    Comparison("mdn", "mu0", "equal parameters (with and without momentum, both within the bounds)"),
+    Comparison("mdn-half", "mu0", "equal state (half the value columns for MDN, both within the bounds)"),
+)
+"""what momentum adds to MDN's own layer; mu = 0 has half of MDN's state"""
 VECTOR_DECAY_COMPARISONS = (
-    Comparison("momentum-kda", "kda", "equal parameters, a decay for every channel"),
+    Comparison("mdn", "kda", "nearly equal parameters (momentum against a decay for every channel)"),
+    Comparison("mdn-half", "kda", "equal state (momentum against a decay for every channel)"),
+    Comparison("momentum-kda", "kda", "equal parameters (KDA with and without momentum)"),
     Comparison("momentum-kda", "kda-double", "equal state (twice the value columns for KDA)"),
     Comparison("momentum-kda-half", "kda", "equal state (half the value columns for momentum KDA)"),
-    Comparison("momentum-kda", "mdn", "equal state, a decay for every channel against one for each head"),
+    Comparison("momentum-kda", "mdn", "equal state (a decay for every channel against one for each head)"),
 )
 
 
@@ -351,15 +358,24 @@ class Study:
             return first, second
         return tuned.rates[:3] if scores[first] > scores[second] else tuned.rates[1:]
 
+    def tuning_means(self, task: Task, name: str, out: Path) -> dict[float, float]:
+        """By rate, the mean score of a contestant over the tuning seeds; rates that were not tried are left out."""
+        tuned = task.rates_from or task
+        return self._tuning_means(tuned, name, tuned.rates, out)
+
     def _tuning_scores(self, tuned: Task, name: str, rates: Sequence[float], out: Path) -> dict[float, float]:
-        """By rate, the mean score over the tuning seeds, the larger the better; a rate with a missing seed has none."""
+        """The same, the larger the better."""
         sign = 1 if tuned.metric.higher_is_better else -1
-        scores = {}
+        return {rate: sign * mean for rate, mean in self._tuning_means(tuned, name, rates, out).items()}
+
+    def _tuning_means(self, tuned: Task, name: str, rates: Sequence[float], out: Path) -> dict[float, float]:
+        """A rate with a missing seed has no mean."""
+        means = {}
         for rate in rates:
             results = finished(_tuning_cells(tuned, name, rate), out / self.name).values()
             if len(results) == tuned.tuning_seeds:
-                scores[rate] = sign * statistics.fmean(map(mean_score, results))
-        return scores
+                means[rate] = statistics.fmean(map(mean_score, results))
+        return means
 
     def reported_cells(self, task: Task, out: Path) -> list[StudyCell]:
         """Seed by seed, of the contestants whose learning rate has been chosen."""

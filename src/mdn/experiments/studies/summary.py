@@ -34,6 +34,9 @@ def summarise(study: Study, out: Path) -> dict[str, Any]:
         spent += sum(result["processor_seconds"] for result in (*tuning.values(), *results.values()))
         rows = [_row(name, task, cells, results) for name in task.contestants]
         for row in rows:
+            row["tuning"] = {
+                f"{rate:g}": mean for rate, mean in study.tuning_means(task, row["contestant"], out).items()
+            }
             row["other_rates"] = _other_rates(study, task, row, out)
         tasks.append(
             {
@@ -154,10 +157,18 @@ def rates_table(content: dict[str, Any]) -> Table:
         metric = metric_of(task)
         for row in task["rows"]:
             for rate, means in row["other_rates"].items():
-                chosen = [f"{row['learning_rate']:g}", with_interval(metric, seed_means(row))]
+                chosen = f"{row['learning_rate']:g}"
+                tuning = [metric.shown(row["tuning"][key]) if key in row["tuning"] else "–" for key in (chosen, rate)]
                 each = ", ".join(map(metric.shown, means))
-                rows.append([task["name"], label(row), *chosen, rate, with_interval(metric, means), each])
-    header = ["task", "model", "chosen rate", "mean", "other rate", "mean there", "by seed there"]
+                rows.append(
+                    [
+                        *(task["name"], label(row)),
+                        *(chosen, tuning[0], with_interval(metric, seed_means(row))),
+                        *(rate, tuning[1], with_interval(metric, means), each),
+                    ]
+                )
+    header = ["task", "model", "chosen rate", "tuning seeds", "reported seeds"]
+    header += ["other rate", "tuning seeds there", "reported seeds there", "by seed there"]
     return Table("", header, rows)
 
 
@@ -195,8 +206,9 @@ def _draw_task(axis: Any, task: dict[str, Any]) -> None:
     for number, (name, scores) in enumerate(task["baselines"].items()):
         value = metric.factor * statistics.fmean(scores.values())
         axis.axvline(value, color="#999999", linewidth=0.8, linestyle=("--", ":")[number % 2])
-        beside = {"transform": axis.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
-        axis.text(value, 0.98, name, fontsize=7, color="#777777", **beside)
+        left = value < statistics.fmean(axis.get_xlim())  # the name stands on the side with more room
+        beside = {"transform": axis.get_xaxis_transform(), "rotation": 90, "ha": "left" if left else "right"}
+        axis.text(value, 0.98, f" {name} ", fontsize=7, color="#777777", va="top", **beside)
     low, high = axis.get_xlim()  # intervals of few seeds reach beyond what a score can be
     axis.set_xlim(max(low, -0.02 * high), min(high, 102.0) if metric.higher_is_better else high)
     axis.set_yticks(range(len(task["rows"])), [label(row) for row in task["rows"]], fontsize=8)
@@ -215,13 +227,13 @@ def curve_by_seed(row: Row, steps: int) -> dict[int, list[float]]:
 
 
 def _draw_curves(axis: Any, task: dict[str, Any]) -> None:
-    """Every contestant minus the first one over the tokens seen: whether a gap closes."""
+    """The first contestant minus every other one over the tokens seen: whether a gap closes."""
     curves = [
         {number: statistics.fmean(values) for number, values in curve_by_seed(row, task["steps"]).items()}
         for row in task["rows"]
     ]
     for row, curve in zip(task["rows"], curves):
-        gaps = [value - curves[0][number] for number, value in curve.items()]
+        gaps = [curves[0][number] - value for number, value in curve.items()]
         millions = [number * task["batch_tokens"] / 1e6 for number in curve]
         colour = CONTESTANTS[row["contestant"]].colour
         axis.plot(millions, gaps, "o-", color=colour, label=label(row))
@@ -231,5 +243,7 @@ def _draw_curves(axis: Any, task: dict[str, Any]) -> None:
     axis.set_yticks([tick for tick in ticks if low <= tick <= high], minor=False)
     axis.yaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
-    title = f"{task['name']}: minus {label(task['rows'][0])}"
-    axis.set(title=title, xlabel="million tokens", ylabel=f"difference in {metric_of(task).name}")
+    first = label(task["rows"][0])
+    better = "above" if metric_of(task).higher_is_better else "below"
+    axis.set(title=f"{task['name']}: {first} minus each model", xlabel="million tokens")
+    axis.set_ylabel(f"{metric_of(task).name}, logarithmic beyond 0.05\n({better} 0: {first} is ahead)", fontsize=8)
