@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mdn.ops import (
     SequenceBoundaries,
@@ -63,6 +65,21 @@ def test_the_initial_state_may_be_a_pair(backend: str) -> None:
     expected = chunk_momentum_delta_rule(**plain_inputs(), initial_state=state, backend=backend).o
     for pair in ((state[0], state[1]), (state[0].clone(), state[1].clone())):
         assert torch.equal(chunk_momentum_delta_rule(**plain_inputs(), initial_state=pair, backend=backend).o, expected)
+
+
+def test_two_states_that_lie_in_one_tensor_have_derivatives_and_graphs_of_their_own() -> None:
+    states = torch.randn(4, 2, 2, 8, 8, generator=torch.Generator().manual_seed(1))
+    (S, M, direction, other), inputs = states, plain_inputs()
+
+    def rule(S: torch.Tensor, M: torch.Tensor) -> torch.Tensor:
+        return recurrent_momentum_delta_rule(**inputs, initial_state=(S, M)).o
+
+    expected = rule(S, other)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(rule(S, forward_ad.make_dual(M, direction))).tangent
+    torch.testing.assert_close(tangent, rule(S, M + direction) - rule(S, M), rtol=1e-4, atol=1e-5)  # linear in M
+    torch.testing.assert_close(make_fx(rule)(S, M)(S, other), expected)
+    torch.testing.assert_close(torch.jit.trace(rule, (S, M), check_trace=False)(S.clone(), other), expected)
 
 
 @pytest.mark.parametrize("rule", [chunk_momentum_delta_rule, fused_recurrent_momentum_delta_rule])

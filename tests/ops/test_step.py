@@ -52,6 +52,19 @@ def test_the_state_may_be_a_pair_or_a_strided_view_of_a_larger_pool() -> None:
     assert torch.equal(torch.stack([S, M]), together)
 
 
+@pytest.mark.native
+@pytest.mark.parametrize("which", ["S", "M", "both"])
+def test_a_transposed_state_is_updated_by_torch_and_refused_for_the_kernel(which: str) -> None:
+    inputs = make_inputs(T=1)
+    plain = inputs["initial_state"].clone()
+    expected = step(inputs, 0, plain)
+    S, M = (x.mT.contiguous().mT if which in (name, "both") else x for name, x in zip("SM", inputs["initial_state"]))
+    with pytest.raises(ValueError, match="backend='cpu' needs a state that is contiguous in its last dimension, got"):
+        step(inputs, 0, (S, M), backend="cpu")
+    torch.testing.assert_close(step(inputs, 0, (S, M)), expected)
+    torch.testing.assert_close(torch.stack([S, M]), plain)
+
+
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("T", [1, 2, 8, 9, 40])
 def test_the_lean_form_is_the_definition_at_every_length(T: int, backend: str) -> None:

@@ -91,6 +91,17 @@ def test_a_step_under_forward_mode_is_refused(rule: str, backend: str) -> None:
         step(rule, **given | {"v": forward_ad.make_dual(given["v"], given["v"])}, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_mapped_step_is_refused(rule: str, backend: str) -> None:
+    function, _, recurrent = names(rule)
+    given = token(rule)
+    step(rule, **given, backend=backend)  # is prepared, so that the next one is not checked again
+    v = given.pop("v")
+    with pytest.raises(NotImplementedError, match=f"^{function} does not support .*; {recurrent} does"):
+        torch.func.vmap(lambda v: step(rule, **given, v=v, backend=backend))(v.expand(3, *v.shape))
+
+
 def test_the_lean_form_takes_the_chunk_form_for_gradients() -> None:
     inputs = make_inputs(T=3)
     inputs["v"].requires_grad_()

@@ -12,6 +12,7 @@ from mdn.ops import (
     blockwise_momentum_delta_rule,
     chunk_momentum_delta_rule,
     fused_recurrent_momentum_delta_rule,
+    gated_delta_rule_step,
     momentum_delta_step,
     recurrent_momentum_delta_rule,
 )
@@ -241,6 +242,18 @@ def test_a_step_names_wrong_vectors_and_scales_before_its_slots() -> None:
     assert bad_step(scale=[1.0]) == "scale must be a finite number or None, got [1.0]"
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_true_is_no_scale_even_where_one_has_been_used(backend: str) -> None:
+    momentum_delta_step(**token(scale=1), backend=backend)
+    assert bad_step(scale=True, backend=backend) == "scale must be a finite number or None, got True"
+    inputs = make_inputs("gated_delta_rule", T=1)
+    given = {name: x[:, 0] for name, x in inputs.items() if name != "initial_state"}
+    given |= {"state": inputs["initial_state"], "backend": backend}
+    gated_delta_rule_step(**given, scale=1)
+    with pytest.raises(ValueError, match="scale must be a finite number or None, got True"):
+        gated_delta_rule_step(**given, scale=True)
+
+
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_log_mu_is_not_read_where_momentum_is_forgotten(backend: str) -> None:
     outputs = []
@@ -271,6 +284,8 @@ def test_a_step_refuses_states_that_share_memory(backend: str) -> None:
     )
     assert "S and M of the state must be different memory" in bad_step(state=(state[0], state[0]), backend=backend)
     assert "S and M of the state must be" in bad_step(state=state[:1].expand(2, -1, -1, -1, -1), backend=backend)
+    other = state.view(-1)[24:].as_strided((2, 2, 16, 24), (784, 392, 24, 1))
+    assert bad_step(state=(state[0], other), backend=backend).endswith("but they might share some")
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])

@@ -167,6 +167,19 @@ def resolve(
     return name
 
 
+def with_states(chosen: str, backend: str, *states: Tensor | None) -> str:
+    """The backend of a decode step, given the one that ``resolve`` has chosen. All but torch read a state in rows of V
+    neighbouring numbers: for any other state ``auto`` selects torch, and a backend that was requested raises."""
+    scattered = [x for x in states if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1]
+    if chosen == "torch" or not scattered:
+        return chosen
+    name, request = requested_backend(backend)
+    if name != "auto":
+        given = f"strides {list(scattered[0].stride())}"
+        raise ValueError(f"{request} needs a state that is contiguous in its last dimension, got {given}")
+    return "torch"
+
+
 _warned: set[str] = set()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ def check_scale(scale: float | None, q: Tensor) -> float:
 
 
 PLAIN_TYPES = frozenset((Tensor, nn.Parameter, type(None)))
+"""whose memory native code knows; NoneType, because an optional tensor that is absent has none to worry about"""
 _TRACING_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
@@ -48,8 +50,8 @@ def in_plain_memory(tensors: Iterable[Any]) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether torch computes with something else than numbers in memory, and follows torch operations only: inside
-    transforms of torch.func, torch.jit.trace, make_fx and FakeTensorMode."""
+    """Whether torch is only following operations, without numbers in memory: inside transforms of torch.func,
+    torch.jit.trace, make_fx and FakeTensorMode."""
     return (
         maybe_current_level() is not None
         or torch._C._get_tracing_state() is not None
@@ -132,6 +134,52 @@ def may_overlap(x: Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def check_apart(names: str, a: Tensor, b: Tensor) -> None:
+    """Two states that a step updates in place, each without overlap in itself, must not share an element."""
+    at_a, at_b = a.data_ptr(), b.data_ptr()
+    if at_a == 0:  # meta tensors and empty ones
+        return
+    earlier, later, distance = (a, b, at_b - at_a) if at_a <= at_b else (b, a, at_a - at_b)
+    if earlier.is_contiguous() and distance >= earlier.nbytes:  # as nearly always
+        return
+    in_elements = distance // a.element_size()
+    shared = _shared_elements(in_elements, earlier.shape, earlier.stride(), later.shape, later.stride())
+    if shared != "none":
+        raise ValueError(f"{names} must be different memory to be updated in place, but they {shared}")
+
+
+@lru_cache
+def _shared_elements(
+    distance: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    later_shape: tuple[int, ...],
+    later_strides: tuple[int, ...],
+) -> str:
+    """ "none", "share some" or "might share some": for two tensors, one of whose shapes may be 1 where the other's is
+    larger, and the later of which begins ``distance`` elements further on."""
+    reach = sum(stride * (size - 1) for stride, size in zip(strides, shape))
+    if distance > reach:  # the later one begins behind the end of the other
+        return "none"
+    dimensions = list(zip(shape, strides, later_shape, later_strides))
+    if any(a != b for size, a, later_size, b in dimensions if size > 1 and later_size > 1):
+        return "might share some"
+    steps = [(a if size > 1 else b, size, later_size) for size, a, later_size, b in dimensions]
+    steps = sorted((x for x in steps if max(x[1:]) > 1), reverse=True)
+    return "share some" if _is_a_difference(distance, steps) else "none"
+
+
+def _is_a_difference(distance: int, strides: list[tuple[int, int, int]]) -> bool:
+    """Whether elements of two tensors with the same strides lie ``distance`` apart: distance = sum of stride * steps
+    with -(size of the later) < steps < (size of the earlier). In a tensor without overlap the smaller strides together
+    reach less far than the largest, which leaves two choices for it."""
+    if not strides:
+        return distance == 0
+    (stride, size, later_size), *smaller = strides
+    steps = {distance // stride, -(-distance // stride)}
+    return any(-later_size < n < size and _is_a_difference(distance - n * stride, smaller) for n in steps)
 
 
 def check_state_indices(state_indices: Tensor, state: Tensor, batch: int, read: bool) -> Tensor:

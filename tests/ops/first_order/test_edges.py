@@ -10,6 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 
 from first_order_cases import RULES, VECTOR, arguments, chunk, random_state, recurrent, step
 from mdn.ops import SequenceBoundaries
@@ -242,6 +243,42 @@ def test_a_transposed_state_is_updated_by_torch_and_refused_for_the_kernel(rule:
         step(rule)(**tensors, state=transposed, backend="cpu")
     torch.testing.assert_close(step(rule)(**tensors, state=transposed), expected)
     torch.testing.assert_close(transposed, plain)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("rule", RULES)
+def test_slots_that_a_tensor_subclass_names_are_those_that_change(rule: str):
+    tensors, indices = token(rule), torch.tensor([5, 3])
+    plain, found = slots(7), slots(7)
+    expected = step(rule)(**tensors, state=plain, state_indices=indices)
+    o = step(rule)(**tensors, state=found, state_indices=TwoTensor(indices, indices.clone()))
+    torch.testing.assert_close(o.a if isinstance(o, TwoTensor) else o, expected)
+    torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("column", [0, 3, 5])
+def test_a_normaliser_inside_the_state_is_refused_before_the_state_changes(column: int, backend: str):
+    state = slots(2)
+    message = "state and z_state must be different memory to be updated in place, but they share some"
+    with pytest.raises(ValueError, match=message):
+        step("linear_attn")(**token("linear_attn"), state=state, z_state=state[..., column], backend=backend)
+    inside = state.view(-1)[8:40].view(2, 2, 8)
+    with pytest.raises(ValueError, match="but they might share some"):
+        step("linear_attn")(**token("linear_attn"), state=state, z_state=inside, backend=backend)
+    assert not state.any()
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_normaliser_may_lie_beside_the_state_as_the_chunkwise_form_returns_it(backend: str):
+    tensors = arguments("linear_attn", T=6, dtype=torch.float32)
+    whole, _ = chunk("linear_attn")(**tensors)
+    prompt = {name: x[:, :5] for name, x in tensors.items()}
+    _, (state, z) = chunk("linear_attn")(**prompt, output_final_state=True, backend=backend)
+    assert state.untyped_storage().data_ptr() == z.untyped_storage().data_ptr()
+    last = {name: x[:, 5] for name, x in tensors.items()}
+    o = step("linear_attn")(**last, state=state, z_state=z[:, 0], backend=backend)
+    torch.testing.assert_close(o, whole[:, 5], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

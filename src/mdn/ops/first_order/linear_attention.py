@@ -14,7 +14,7 @@ from torch import Tensor
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order.inputs import FirstOrderOutput, FirstOrderTensors, expand_heads
 from mdn.ops.first_order.rule import Rule, SharedArguments
-from mdn.ops.shared_checks import check_floating, may_overlap, refuse_gradients
+from mdn.ops.shared_checks import check_apart, check_floating, in_plain_memory, may_overlap, refuse_gradients
 
 if TYPE_CHECKING:
     from mdn.parallel import ContextParallelPlan
@@ -115,6 +115,8 @@ def linear_attn_step(
         raise ValueError(
             f"z_state must not overlap itself to be updated in place, got strides {list(z_state.stride())}"
         )
+    if not torch.compiler.is_compiling() and in_plain_memory((state, z_state)):
+        check_apart("state and z_state", state, z_state.unsqueeze(-1))
     refuse_gradients("linear_attn_step", "linear_attn", (z_state,), ("z_state",))
     # The state changes from here on, and nothing about z_state may be refused any more.
     wide = v.to(torch.promote_types(v.dtype, torch.float32))  # so that o is rounded once, after the division

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mdn.ops.backends import requested_backend, resolve
+from mdn.ops.backends import requested_backend, resolve, with_states
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.containment import contain_damage
 from mdn.ops.context_parallel import RangeOutput, TokenTensors, check_tokens, over_ranges, refuse_plan, requested_plan
@@ -186,7 +186,7 @@ class Rule:
             run = prepare()
         else:
             refuse_transforms(f"{self.name}_step", f"recurrent_{self.name}", (*tensors, state))
-            settings = (self.name, scale, normalise, requested_backend(backend))
+            settings = (self.name, scale, type(scale), normalise, requested_backend(backend))  # True == 1
             run = prepared_once(settings, tensors, (state, state_indices), prepare)
         refuse_gradients(f"{self.name}_step", self.name, (*tensors, state), STEP_FIELDS, self.arguments)
         slots = _slots(state_indices, state, tensors.v, read=check_gates)
@@ -195,11 +195,12 @@ class Rule:
         return run(tensors, state, slots)
 
     def backend_for(
-        self, tensors: FirstOrderTensors, backend: str, state: Tensor | None = None, decode: bool = False
+        self, tensors: FirstOrderTensors, backend: str, *others: Tensor | None, decode: bool = False
     ) -> str:
-        """``torch``, ``cpu`` or ``fla``; raises if the requested backend cannot run."""
+        """``torch``, ``cpu`` or ``fla``; raises if the requested backend cannot run. ``others``: the state, the
+        slots."""
         # What the native kernel does not know decides: a subclass, which need not have memory, or float64.
-        subclasses = (x for x in (*tensors, state) if isinstance(x, Tensor) and type(x) not in PLAIN_TYPES)
+        subclasses = (x for x in (*tensors, *others) if isinstance(x, Tensor) and type(x) not in PLAIN_TYPES)
         wide = (x for x in (tensors.q, tensors.k, tensors.v) if x.dtype == torch.float64)
         chosen = resolve(backend, next(subclasses, next(wide, tensors.q)), self.name, decode=decode)
         return "torch" if tensors.q.is_meta else chosen  # meta tensors have shapes only, which torch knows
@@ -272,13 +273,7 @@ class Rule:
         factor = self.check(tensors, scale, rank=3)
         inputs.check_step_state(state, tensors, has_slots=state_indices is not None)
         slots = _slots(state_indices, state, tensors.v, read=False)
-        chosen = self.backend_for(tensors, backend, state, decode=True)
-        if chosen == "cpu" and state.shape[-1] > 1 and state.stride(-1) != 1:  # the kernel reads rows of V numbers
-            name, request = requested_backend(backend)
-            if name != "auto":
-                given = f"strides {list(state.stride())}"
-                raise ValueError(f"{request} needs a state that is contiguous in its last dimension, got {given}")
-            chosen = "torch"
+        chosen = with_states(self.backend_for(tensors, backend, state, slots, decode=True), backend, state)
         if chosen == "cpu" and not self.vector:
             options = RuleOptions(factor, 1, normalise, self.p_times_alpha)
             return native_step(tensors, state, slots, options, self.erases)

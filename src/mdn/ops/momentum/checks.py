@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.momentum.interface import RuleTensors, StepState, compute_dtype
@@ -14,6 +13,7 @@ from mdn.ops.shared_checks import (
     check_log_decay,
     check_packed,
     check_weight,
+    in_plain_memory,
     values_can_be_read,
 )
 
@@ -111,18 +111,20 @@ def stacked_state(initial_state: Tensor | tuple[Tensor, Tensor | None]) -> Tenso
             "initial_state must be a pair (S, M) of the same shape, dtype and device, "
             f"got {list(S.shape)} {S.dtype} {S.device} and {list(M.shape)} {M.dtype} {M.device}"
         )
-    if _have_memory(S, M) and not (S.requires_grad or M.requires_grad) and S.stride() == M.stride():
-        distance = M.storage_offset() - S.storage_offset()
-        if distance > 0 and S.untyped_storage().data_ptr() == M.untyped_storage().data_ptr():
-            return S.as_strided((2, *S.shape), (distance, *S.stride()))
-    return torch.stack([S, M])
+    distance = _distance(S, M)
+    return torch.stack([S, M]) if distance is None else S.as_strided((2, *S.shape), (distance, *S.stride()))
 
 
-def _have_memory(*tensors: Tensor) -> bool:
-    """Whether addresses can be compared: not of meta tensors, of subclasses, while compiling, or under torch.func."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return all(type(x) is Tensor and not x.is_meta for x in tensors)
+def _distance(S: Tensor, M: Tensor) -> int | None:
+    """How many elements M lies behind S in one tensor, of which they are two parts that lie alike. None if they are
+    not, and wherever something follows M, which a view of S does not mention."""
+    if torch.compiler.is_compiling() or not in_plain_memory((S, M)) or S.is_meta:
+        return None
+    if forward_ad._current_level >= 0 or S.requires_grad or M.requires_grad or S.stride() != M.stride():
+        return None
+    distance = M.storage_offset() - S.storage_offset()
+    same = S.untyped_storage().data_ptr() == M.untyped_storage().data_ptr()
+    return int(distance) if same and distance > 0 else None
 
 
 def check_boundaries(cu_seqlens: Tensor | SequenceBoundaries | None, q: Tensor) -> SequenceBoundaries | Tensor | None:
@@ -156,38 +158,6 @@ def check_step_state(state: StepState, tensors: RuleTensors) -> None:
     check_decode_state("S of the state", state.S, expected, compute_dtype(q), q)
     if state.M is not None:
         check_decode_state("M of the state", state.M, expected, compute_dtype(q), q)
-
-
-def check_apart(S: Tensor, M: Tensor) -> None:
-    """S and M, each without overlap in itself, must not share an element to be updated in place."""
-    at_S, at_M = S.data_ptr(), M.data_ptr()
-    if at_S == 0:  # meta tensors and empty ones
-        return
-    earlier, distance = (S, at_M - at_S) if at_S <= at_M else (M, at_S - at_M)
-    if earlier.is_contiguous() and distance >= earlier.nbytes:  # as nearly always
-        return
-    later = M if earlier is S else S
-    if _share_elements(distance // S.element_size(), S.shape, earlier.stride(), later.stride()):
-        raise ValueError("S and M of the state must be different memory to be updated in place, but they share some")
-
-
-@lru_cache
-def _share_elements(distance: int, shape: tuple[int, ...], earlier: tuple[int, ...], later: tuple[int, ...]) -> bool:
-    """For two tensors of one shape with these strides, the later of which begins ``distance`` elements further on."""
-    sizes = [(a, b, size) for a, b, size in zip(earlier, later, shape) if size > 1]
-    if any(a != b for a, b, _ in sizes):
-        return distance <= sum(a * (size - 1) for a, _, size in sizes)  # perhaps: where one ends the other has begun
-    return _is_a_difference(distance, sorted(((a, size) for a, _, size in sizes), reverse=True))
-
-
-def _is_a_difference(distance: int, strides: list[tuple[int, int]]) -> bool:
-    """Whether two elements of a tensor without overlap lie ``distance`` apart: distance = sum of stride * steps with
-    |steps| < size. The smaller strides together reach less far than the largest, which leaves two choices for it."""
-    if not strides:
-        return distance == 0
-    (stride, size), *smaller = strides
-    steps = {distance // stride, -(-distance // stride)}
-    return any(abs(n) < size and _is_a_difference(distance - n * stride, smaller) for n in steps)
 
 
 def check_gate_values(tensors: RuleTensors) -> None:

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from mdn.ops import backends
 from mdn.ops.momentum import checks, custom_op
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 from mdn.ops.shared_checks import (
+    check_apart,
     check_scale,
     check_state_indices,
     in_plain_memory,
@@ -120,15 +122,17 @@ def run_step(
 ) -> Tensor:
     """Check the values, find the step for tensors like these, and run it: scalar or vector decays."""
     S, M = checks.state_pair("state", state)
-    if M is None:
-        tensors = tensors._replace(log_mu=tensors.log_alpha)  # anything valid: it is not used
+    if M is None:  # log_mu is not read: whatever was given, something that passes the checks takes its place
+        tensors = tensors._replace(log_mu=tensors.log_alpha)
     slots = StepState(S, M, state_indices)
+    step, rule = VECTOR_NAMES if settings.vector else NAMES
+    if not torch.compiler.is_compiling() and maybe_current_level() is not None:
+        refuse_transforms(step, f"recurrent_{rule}", tensors + slots)
     run = step_function(tensors, slots, settings)
     if state_indices is not None:
         slots = slots._replace(state_indices=check_state_indices(state_indices, S, len(tensors.v), read=check_gates))
-    step, rule = VECTOR_NAMES if settings.vector else NAMES
-    if forward_ad._current_level >= 0:  # torch.func.jvp sets it too; looking at the level first is cheaper
-        refuse_transforms(step, f"recurrent_{rule}", tensors + slots, derivatives_only=True)
+    if forward_ad._current_level >= 0:  # looking at the level first is cheaper
+        refuse_transforms(step, f"recurrent_{rule}", tensors + slots)
     refuse_gradients(step, rule, tensors + slots, STEP_FIELDS)
     if check_gates:
         checks.check_gate_values(tensors)
@@ -174,10 +178,11 @@ def step_function(tensors: RuleTensors, state: StepState, settings: StepSettings
     if torch.compiler.is_compiling():
         return _prepared_step(tensors, state, settings)
     requested = backends.requested_backend(settings.backend)  # MDN_BACKEND may change between two steps
-    run = prepared_once((settings, requested), tensors, state, _prepared_step, tensors, state, settings)
+    key = (settings, type(settings.scale), requested)  # True == 1, but only one of them is a scale
+    run = prepared_once(key, tensors, state, _prepared_step, tensors, state, settings)
     S, M, _ = state
     if M is not None:
-        checks.check_apart(S, M)  # an address is no part of the signature
+        check_apart("S and M of the state", S, M)  # an address is no part of the signature
     return run
 
 
@@ -196,6 +201,7 @@ def _prepared_step(tensors: RuleTensors, state: StepState, settings: StepSetting
     options = RuleOptions(scale, l2norm=settings.l2norm, p_times_alpha=p_times_alpha, lookahead=lookahead)
     features, family = features_of(tensors, lookahead), tensors.family
     chosen = backends.resolve(settings.backend, tensors.q, family, tensors.v, features=features)
+    chosen = backends.with_states(chosen, settings.backend, state.S, state.M)
     flags = (options.scale, options.l2norm, options.p_times_alpha, lookahead, chosen)
 
     def as_op(tensors: RuleTensors, state: StepState) -> Tensor:
@@ -216,7 +222,7 @@ def _prepared_step(tensors: RuleTensors, state: StepState, settings: StepSetting
             return as_op(tensors, state)
         with torch.no_grad(), without_autocast(tensors.q):
             o: Tensor = module.step_(tensors, state, options)
-        if chosen != "torch":
+        if chosen not in ("torch", "cpu"):  # these two have counted what they changed
             torch.autograd.graph.increment_version([x for x in (state.S, state.M) if x is not None])
         return o
 

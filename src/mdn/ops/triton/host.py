@@ -319,7 +319,7 @@ def step_(tensors: RuleTensors, state: StepState, options: RuleOptions) -> Tenso
     q, v, S, M = tensors.q, tensors.v, state.S, state.M
     refuse_unsupported(q, v)
     for name, tensor in (("S", S), ("M", M)):
-        if tensor is not None and tensor.stride(-1) != 1:
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
     batch, heads, key_dim = q.shape
     value_heads, value_dim = v.shape[1:]
