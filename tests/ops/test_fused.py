@@ -164,6 +164,18 @@ def test_a_convolution_state_that_advanced_before_the_backward_pass_is_refused()
         y.sum().backward()
 
 
+def test_a_convolution_state_that_was_made_in_inference_mode_can_be_trained_on() -> None:
+    convolution, x = ShortConvolution(5, 3), random(2, 4, 5)
+    with torch.inference_mode():
+        state = random(2, 5, 2, seed=1)
+    assert state.is_inference()
+    y, _ = convolution(x, state=state)
+    y.sum().backward()
+    found, convolution.weight.grad = convolution.weight.grad, None
+    convolution(x, state=random(2, 5, 2, seed=1))[0].sum().backward()
+    torch.testing.assert_close(found, convolution.weight.grad)
+
+
 @pytest.mark.native
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17, MOST_ROWS])
