@@ -305,7 +305,8 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
 
 
 # In a forked child the kernel starts threads of its own, because those of torch stayed in the parent. It learns about
-# forks when it is loaded, so it is loaded before the first one.
+# forks when it is loaded, so it is loaded before the first one that follows the import of this module; a fork before
+# that is not noticed.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_find)
 
@@ -317,16 +318,24 @@ class CallLog(threading.local):
 
 
 call_log = CallLog()
+_increment_version: Callable[[Sequence[Any]], None] = torch._C._increment_version
+"""``torch.autograd.graph.increment_version`` takes twice as long"""
 
 
-def call(function: str, struct: Structure) -> None:
+def call(function: str, struct: Structure, changed: Sequence[Any] = ()) -> None:
     """Calls a function of the library with its struct, which must not be changed afterwards. There is no other way to
-    call one: a recording holds the calls that were made here."""
+    call one: a recording holds the calls that were made here.
+
+    ``changed``: the caller's tensors that the function writes to. Autograd is told, as torch's own in-place operations
+    tell it: a backward pass that still needs what they held raises an error.
+    """
     code = getattr(library(), function)(ctypes.byref(struct))
     if code:
         _raise(code)
+    if changed:
+        _increment_version(changed)
     if call_log.calls is not None:
-        call_log.calls.append((function, struct))
+        call_log.calls.append((function, struct, changed))
 
 
 def _raise(code: int) -> None:
@@ -339,7 +348,8 @@ def _raise(code: int) -> None:
 
 def point(struct: Structure, **tensors: Tensor | None) -> None:
     """Writes the addresses of the tensors into the fields of their names. The struct keeps the tensors: they live as
-    long as it does, in a recording too."""
+    long as it does, in a recording too. (The shortest calls write addresses themselves, which is faster: their tensors
+    are held by others, by the caller or by what the recorder keeps of torch's operations.)"""
     for name, x in tensors.items():
         if x is not None:
             setattr(struct, name, x.data_ptr())
@@ -351,11 +361,6 @@ def point_at_offsets(struct: Structure, offsets: Sequence[int]) -> None:
     numbers = (c_int64 * len(offsets))(*offsets)
     struct.offsets = ctypes.addressof(numbers)
     struct.__dict__.setdefault("kept", []).append(numbers)
-
-
-count_as_changed: Callable[[Sequence[Any]], None] = torch._C._increment_version
-"""Tells autograd that the kernel has written to these tensors, as torch's own in-place operations do: a backward pass
-that still needs what they held raises an error. (``torch.autograd.graph.increment_version`` takes twice as long.)"""
 
 
 def values(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -48,8 +48,8 @@ class KernelTensors(NamedTuple):
 
 
 @dataclass
-class Call:
-    """The struct of one call, and the shapes of the tensors that it points at."""
+class ShapedProblem:
+    """The kernel's struct of one pass, and the shapes of the tensors that it points at."""
 
     problem: Problem
     batch: int
@@ -112,13 +112,13 @@ def kernel_forward(
     erase: bool,
 ) -> ForwardResult:
     """Either family; ``erase`` False means p = 0: nothing is subtracted from v."""
-    started = _start(tensors, boundaries, options, erase)
-    problem, value_shape = started.problem, started.value_shape
-    o = _new(value_shape if options.outputs else (0,), started.dtype)
+    shaped = _shaped_problem(tensors, boundaries, options, erase)
+    problem, value_shape = shaped.problem, shaped.value_shape
+    o = _new(value_shape if options.outputs else (0,), shaped.dtype)
     residual = _new(value_shape if save_residual else (0,))
-    final_state = _new(started.state_shape)
+    final_state = _new(shaped.state_shape)
     point(problem, o=o if options.outputs else None, residual=residual if save_residual else None)
-    started.point_at_state("final", final_state)
+    shaped.point_at_state("final", final_state)
     call("mdn_forward", problem)
     return ForwardResult(o.to(tensors.v.dtype), final_state, residual)
 
@@ -133,21 +133,21 @@ def kernel_backward(
     erase: bool,
 ) -> KernelTensors:
     """Gradients of all tensors of either family, None where there is none."""
-    started = _start(tensors, boundaries, options, erase)
-    problem, dtype, value_shape = started.problem, started.dtype, started.value_shape
+    shaped = _shaped_problem(tensors, boundaries, options, erase)
+    problem, dtype, value_shape = shaped.problem, shaped.dtype, shaped.value_shape
     point(
         problem,
         grad_o=values("grad_o", grad_o, dtype, value_shape),
         residual=values("residual", residual, torch.float32, value_shape),
     )
-    grad_final_state = optional_values("grad_final_state", grad_final_state, torch.float32, started.state_shape)
-    started.point_at_state("grad_final", grad_final_state)
+    grad_final_state = optional_values("grad_final_state", grad_final_state, torch.float32, shaped.state_shape)
+    shaped.point_at_state("grad_final", grad_final_state)
 
     # One gradient of q, k, p and the gates per part; parts are added up below, in float32.
-    in_parts = started.parts != problem.key_heads
+    in_parts = shaped.parts != problem.key_heads
     problem.float32_key_gradient = in_parts
     key_dtype = torch.float32 if in_parts else dtype
-    per_part = (started.batch, started.time, started.parts)
+    per_part = (shaped.batch, shaped.time, shaped.parts)
     key_shape = (*per_part, problem.key_dim)
     grad = KernelTensors(
         q=_new(key_shape, key_dtype),
@@ -155,10 +155,10 @@ def kernel_backward(
         v=_new(value_shape, dtype),
         p=_new(key_shape, key_dtype) if erase and tensors.p is not None else None,
         **{name: None if getattr(tensors, name) is None else _new(per_part) for name in GATES},
-        initial_state=None if tensors.initial_state is None else _new(started.state_shape),
+        initial_state=None if tensors.initial_state is None else _new(shaped.state_shape),
     )
     point(problem, **{f"grad_{name}": getattr(grad, name) for name in ("q", "k", "v", "p", *GATES)})
-    started.point_at_state("grad_initial", grad.initial_state)
+    shaped.point_at_state("grad_initial", grad.initial_state)
     call("mdn_backward", problem)
     H, HV = problem.key_heads, problem.value_heads
     gates = {name: _added_up_like(getattr(tensors, name), getattr(grad, name), HV) for name in GATES}
@@ -172,7 +172,9 @@ def kernel_backward(
     )
 
 
-def _start(tensors: KernelTensors, boundaries: SequenceBoundaries | None, options: RuleOptions, erase: bool) -> Call:
+def _shaped_problem(
+    tensors: KernelTensors, boundaries: SequenceBoundaries | None, options: RuleOptions, erase: bool
+) -> ShapedProblem:
     """Checks and fills in everything that forward and backward share."""
     batch, time, key_heads, key_dim = tensors.q.shape
     value_heads, value_dim = tensors.v.shape[-2:]
@@ -196,21 +198,21 @@ def _start(tensors: KernelTensors, boundaries: SequenceBoundaries | None, option
     )
     longest = max((end - start for start, end in pairwise(offsets)), default=0)
     problem.threads, problem.slices = _division(problem, batch * time, longest)
-    started = Call(problem, batch, time, dtype)
+    shaped = ShapedProblem(problem, batch, time, dtype)
     point_at_offsets(problem, offsets)
     point(
         problem,
-        q=values("q", tensors.q, dtype, started.key_shape),
-        k=values("k", tensors.k, dtype, started.key_shape),
-        v=values("v", tensors.v, dtype, started.value_shape),
-        p=optional_values("p", tensors.p, dtype, started.key_shape) if erase else None,
+        q=values("q", tensors.q, dtype, shaped.key_shape),
+        k=values("k", tensors.k, dtype, shaped.key_shape),
+        v=values("v", tensors.v, dtype, shaped.value_shape),
+        p=optional_values("p", tensors.p, dtype, shaped.key_shape) if erase else None,
     )
     for name in GATES:
-        gate = optional_values(name, getattr(tensors, name), torch.float32, started.value_shape[:3])
+        gate = optional_values(name, getattr(tensors, name), torch.float32, shaped.value_shape[:3])
         point(problem, **{name: gate})
-    initial_state = optional_values("initial_state", tensors.initial_state, torch.float32, started.state_shape)
-    started.point_at_state("initial", initial_state)
-    return started
+    initial_state = optional_values("initial_state", tensors.initial_state, torch.float32, shaped.state_shape)
+    shaped.point_at_state("initial", initial_state)
+    return shaped
 
 
 def _new(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

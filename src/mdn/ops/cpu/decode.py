@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mdn.ops.cpu.bindings import Step, call, check_heads, count_as_changed, io_dtype, optional_values, values
+from mdn.ops.cpu.bindings import Step, call, check_heads, io_dtype, optional_values, values
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 
 if TYPE_CHECKING:
@@ -160,8 +160,7 @@ class PreparedStep:
         struct.o = o.data_ptr()
         if not self.is_small:
             struct.threads = torch.get_num_threads()
-        call("mdn_step", struct)
-        count_as_changed(tensors[self.states])
+        call("mdn_step", struct, changed=tensors[self.states])
         return o
 
 

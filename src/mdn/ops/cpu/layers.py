@@ -19,7 +19,6 @@ from mdn.ops.cpu.bindings import (
     Norm,
     SwiGlu,
     call,
-    count_as_changed,
     point,
     point_at_offsets,
 )
@@ -163,8 +162,7 @@ def convolution_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tens
     y = torch.empty_like(x)
     struct = ConvolutionStep(len(x), x.shape[1], weight.shape[2], silu)
     point(struct, x=x, weight=weight, bias=bias, state=state, y=y)
-    call("mdn_convolution_step", struct)
-    count_as_changed((state,))
+    call("mdn_convolution_step", struct, changed=(state,))
     return y
 
 

@@ -12,7 +12,7 @@ read anew at every replay, at its old address: whoever replays makes sure that i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ from mdn.ops.cpu.bindings import Elementwise, Program, call, call_log, library
 aten = torch.ops.aten
 SCALE, ADD, MULTIPLY, ADD_NUMBER, EXP, LOGISTIC, SWISH, SOFTPLUS = range(8)
 """MDN_SCALE ... MDN_SOFTPLUS"""
+NativeCall = tuple[str, ctypes.Structure, Sequence[Any]]
+"""the arguments of ``mdn.ops.cpu.bindings.call``"""
 NEW_MEMORY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default)
 
 
@@ -60,7 +62,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Any] = []
-        """(name of a native function, its struct) or a function to call"""
+        """(name of a native function, its struct, the tensors it changes) or a function to call"""
         self.kept: list[Any] = []
         self.obstacle: str | None = None
 
@@ -111,14 +113,15 @@ def _translated(operation: Any, args: Any, kwargs: Any, result: Any) -> Any:
     if described is None:
         return None
     code, number, a, b = described
-    y = args[0] if operation is aten.copy_.default else result
+    in_place = operation is aten.copy_.default
+    y = args[0] if in_place else result
     if any(x.dtype != torch.float32 or not x.is_cpu or x.dim() > 4 for x in (a, b, y)):
         return None
     shape = (1,) * (4 - y.dim()) + tuple(y.shape)
     strides = [x.expand(y.shape).stride() for x in (a, b, y)]
     padded = [(0,) * (4 - len(stride)) + stride for stride in strides]
     struct = Elementwise(code, number, shape, *padded, a.data_ptr(), b.data_ptr(), y.data_ptr())
-    return "mdn_elementwise", struct
+    return "mdn_elementwise", struct, (y,) if in_place else ()
 
 
 def _sum(a: Any, b: Any, alpha: float = 1, sign: float = 1) -> Any:
@@ -150,7 +153,7 @@ TRANSLATED: dict[Any, Callable[..., Any]] = {
 def _joined(steps: list[Any]) -> list[Callable[[], object]]:
     """Neighbouring native calls as one."""
     parts: list[Callable[[], object]] = []
-    waiting: list[tuple[str, ctypes.Structure]] = []
+    waiting: list[NativeCall] = []
     for step in steps:
         if isinstance(step, tuple):
             waiting.append(step)
@@ -162,15 +165,16 @@ def _joined(steps: list[Any]) -> list[Callable[[], object]]:
     return [*parts, _native_part(waiting)] if waiting else parts
 
 
-def _native_part(calls: list[tuple[str, ctypes.Structure]]) -> Callable[[], object]:
+def _native_part(calls: list[NativeCall]) -> Callable[[], object]:
     loaded = library()
     addresses = []
-    for name, struct in calls:
+    for name, struct, _ in calls:
         addresses += [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value, ctypes.addressof(struct)]
     array = (ctypes.c_void_p * len(addresses))(*addresses)
     program = Program(len(calls), ctypes.addressof(array))
+    changed = [x for _, _, tensors in calls for x in tensors]
 
     def run(kept: Any = (array, calls)) -> None:
-        call("mdn_run", program)
+        call("mdn_run", program, changed)
 
     return run

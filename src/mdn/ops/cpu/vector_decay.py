@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
-from mdn.ops.cpu.bindings import VectorDecay, VectorStep, call, count_as_changed, point, point_at_offsets
+from mdn.ops.cpu.bindings import VectorDecay, VectorStep, call, point, point_at_offsets
 from mdn.ops.cpu.chunked import offsets_of
 from mdn.ops.cpu.decode import check_state
 
@@ -103,6 +103,5 @@ def step_(tensors: VectorTensors, slots: Tensor | None) -> Tensor:
     )
     q, k, v, p, e, log_alpha, _ = tensors
     point(struct, q=q, k=k, v=v, p=p, e=e, log_alpha=log_alpha, S=S, slots=slots, o=o)
-    call("mdn_vector_step", struct)
-    count_as_changed((S,))
+    call("mdn_vector_step", struct, changed=(S,))
     return o
