@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 
+from mdn.layers import MomentumDeltaNet, ShortConvolution, make_layout
 from mdn.ops import SequenceBoundaries
 
 
@@ -98,6 +99,28 @@ def test_a_mask_may_have_its_ones_anywhere() -> None:
     packed = boundaries.unpad(x)
     assert packed.flatten().tolist() == [2, 3, 4, 5, 6, 12, 14, 15]
     assert torch.equal(boundaries.pad(packed), x * mask.unsqueeze(-1))
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used before"])
+@pytest.mark.parametrize("layer", [MomentumDeltaNet(hidden_size=16, num_heads=2), ShortConvolution(16, 4)])
+def test_layers_compile_into_one_graph_with_boundaries(layer: torch.nn.Module, used: bool) -> None:
+    x = torch.randn(1, 20, 16, generator=torch.Generator().manual_seed(0))
+
+    def compute(x: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor:
+        if isinstance(layer, ShortConvolution):
+            layout = make_layout((1, 20), cu_seqlens=boundaries)
+            return layer(x, layout)[0] * layout.positions(x.device)[..., None]
+        return layer(x, cu_seqlens=boundaries)[0]
+
+    expected = compute(x, SequenceBoundaries.from_lengths([3, 0, 17]))
+    boundaries = SequenceBoundaries.from_lengths([3, 0, 17])
+    if used:
+        compute(x, boundaries)
+    torch._dynamo.reset()
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
+    for _ in range(2):  # what the first call has made is there at the second one
+        torch.testing.assert_close(compiled(x, boundaries), expected)
+    torch.testing.assert_close(compute(x, boundaries), expected)
 
 
 def test_padding_and_unpadding_pass_gradients() -> None:

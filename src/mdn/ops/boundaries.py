@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,13 +37,15 @@ class SequenceBoundaries:
         """This object owns ``cu_seqlens``: nothing else may write to it."""
         self.cu_seqlens = cu_seqlens
         self.offsets = offsets
-        # Made now and not at first use, which may be while compiling: a compiler cannot trace the lock of a
-        # cached_property in Python 3.11.
         self.lengths = tuple(end - start for start, end in itertools.pairwise(offsets))
         self.max_length = max(self.lengths, default=0)
         if not torch.compiler.is_compiling():
             _owners[cu_seqlens] = weakref.ref(self)  # weakly, so that the two are no cycle
         self._padded: tuple[tuple[int, int], Tensor] | None = None
+        # Made at first use, which may be while compiling: a compiler cannot trace the lock of a cached_property in
+        # Python 3.11.
+        self._sequence_ids: Tensor | None = None
+        self._positions: Tensor | None = None
         self._stretched: dict[int, SequenceBoundaries] = {}
         self._elsewhere: dict[torch.device, SequenceBoundaries] = {}
 
@@ -140,20 +141,26 @@ class SequenceBoundaries:
     def total(self) -> int:
         return self.offsets[-1]
 
-    @cached_property
-    @_lasting
+    @property
     def sequence_ids(self) -> Tensor:
         """int64 ``[total]``: the sequence that each token belongs to."""
-        device = self.cu_seqlens.device
-        lengths = torch.tensor(self.lengths, device=device)
-        numbers = torch.arange(self.num_sequences, device=device)
-        return torch.repeat_interleave(numbers, lengths, output_size=self.total)  # given, it need not be read
+        if self._sequence_ids is None:
+            device = self.cu_seqlens.device
+            with torch.inference_mode(False):
+                lengths = torch.tensor(self.lengths, device=device)
+                numbers = torch.arange(self.num_sequences, device=device)
+                # With its size given, the result can be made without waiting for the device.
+                self._sequence_ids = torch.repeat_interleave(numbers, lengths, output_size=self.total)
+        return self._sequence_ids
 
-    @cached_property
-    @_lasting
+    @property
     def positions(self) -> Tensor:
         """int64 ``[total]``: each token's position inside its sequence, from 0."""
-        return torch.arange(self.total, device=self.cu_seqlens.device) - self.cu_seqlens[self.sequence_ids]
+        if self._positions is None:
+            with torch.inference_mode(False):
+                starts = self.cu_seqlens[self.sequence_ids]
+                self._positions = torch.arange(self.total, device=self.cu_seqlens.device) - starts
+        return self._positions
 
     # ---------------------------------------------------------------- layout
 
