@@ -4,8 +4,9 @@
 
 ``PackedLinear`` and ``PackedEmbedding`` have weights of 16, 8 or 4 bits (``mdn.ops.cpu.linear``) and take the place of
 ``nn.Linear`` and ``nn.Embedding`` in a finished model; the layer around them does not change. Few rows go through the
-native kernel. Many rows (a prompt), other devices, gradients and a machine without the kernel use the dequantised
-weights, which are the same numbers.
+native kernel. Many rows (a prompt), other devices, gradients, whatever native code cannot follow (torch.func, tracers,
+torch.export, subclasses of Tensor) and a machine without the kernel use the dequantised weights, which are the same
+numbers.
 
 Projections that read the same vector are one matrix for the kernel: ``SharedInput`` keeps their panels side by side
 in memory and multiplies them all when the first of them is called.
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from mdn.ops.cpu import why_unavailable
 from mdn.ops.cpu.linear import MOST_ROWS, PANEL, PackedWeight, Product, pack, packed_like, side_by_side, unpack
 from mdn.ops.fused import linear
+from mdn.ops.shared_checks import in_plain_memory
 
 
 class Linear(nn.Linear):
@@ -105,12 +107,17 @@ class PackedLinear(Packed):
         SharedInput([self])
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.numel() // self.inputs
-        wants_gradient = torch.is_grad_enabled() and x.requires_grad
-        if rows > MOST_ROWS or wants_gradient or not x.is_cpu or why_unavailable() is not None:
+        if not self._is_native(x):
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return F.linear(x, self.weight.to(x.dtype), bias)
         return self.shared.product(self, x)
+
+    def _is_native(self, x: Tensor) -> bool:
+        if x.numel() > MOST_ROWS * self.inputs or (torch.is_grad_enabled() and x.requires_grad) or not x.is_cpu:
+            return False
+        if torch.compiler.is_exporting() or why_unavailable() is not None:
+            return False
+        return torch.compiler.is_compiling() or in_plain_memory((x,))
 
 
 class SharedInput:
