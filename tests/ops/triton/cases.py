@@ -49,13 +49,16 @@ def strong_coupling():
     largest error counts.
     """
     inputs = converted(equal_keys_and_open_gates(), torch.float32)
-    exact = run_with_gradients(lambda x: momentum_delta_rule(**x), leaves(inputs, torch.float64), torch.float32)
-    unit = dict.fromkeys(exact, 0.0)
-    for order in (torch.arange(16), torch.arange(16).flip(0), torch.randperm(16, generator=torch.Generator())):
+
+    def results(x, dtype):
+        return run_with_gradients(lambda x: momentum_delta_rule(**x), leaves(x, dtype), torch.float32)
+
+    exact = results(inputs, torch.float64)
+    unit = errors_of(results(inputs, torch.float32), exact)
+    for order in (torch.arange(16).flip(0), torch.randperm(16, generator=torch.Generator())):
         ordered = inputs | {name: inputs[name][..., order] for name in ("q", "k")}
         ordered["initial_state"] = inputs["initial_state"][..., order, :]
-        true = run_with_gradients(lambda x: momentum_delta_rule(**x), leaves(ordered, torch.float64), torch.float32)
-        lost = errors_of(run_with_gradients(lambda x: momentum_delta_rule(**x), leaves(ordered)), true)
+        lost = errors_of(results(ordered, torch.float32), results(ordered, torch.float64))
         unit = {name: max(error, lost[name]) for name, error in unit.items()}
     for chunk_size in (16, 32, 64):
         found = run_with_gradients(lambda x, size=chunk_size: kernel_form(x, chunk_size=size), leaves(inputs))

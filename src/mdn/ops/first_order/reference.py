@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mdn.ops.boundaries import SequenceBoundaries
 from mdn.ops.first_order.inputs import PreparedTensors
+from mdn.ops.momentum.reference import read
 from mdn.ops.shared_checks import without_autocast
 
 
@@ -36,7 +37,7 @@ def recurrent_form(
             for t in range(start, end):
                 token = x.token(t)
                 S = _next_state(S, token)
-                outputs.append(_read(S, token.q).unsqueeze(1))
+                outputs.append(read(S, token.q).unsqueeze(1))
             finals.append(S)
         return torch.cat(outputs, 1), torch.cat(finals)
 
@@ -47,14 +48,8 @@ def _next_state(S: Tensor, x: PreparedTensors) -> Tensor:
     if x.p is None:
         return decayed + _outer(write, x.v)
     if x.erase_key is None:
-        return decayed + _outer(write, x.v - _read(S, x.p))
-    return decayed + _outer(write, x.v) + _outer(x.erase_key, _read(S, x.p))
-
-
-def _read(S: Tensor, key: Tensor) -> Tensor:
-    """S^T key: ``[B, HV, K, V]``, ``[B, HV, K]`` -> ``[B, HV, V]``. No matrix product: where ``backward()`` is called
-    inside an autocast block, torch would round the gradients of one to bfloat16."""
-    return (key.unsqueeze(-1) * S).sum(-2)
+        return decayed + _outer(write, x.v - read(S, x.p))
+    return decayed + _outer(write, x.v) + _outer(x.erase_key, read(S, x.p))
 
 
 def _of_rows(decay: Tensor) -> Tensor:

@@ -81,7 +81,8 @@ def chunk_momentum_delta_rule(
         cu_seqlens: cumulative lengths ``[N + 1]`` of sequences packed into one row (B == 1), or ``SequenceBoundaries``.
         use_qk_l2norm_in_kernel: L2-normalise q, k and p first.
         use_p_times_alpha: multiply p by alpha, so that the error is taken at the decayed state.
-        chunk_size: largest chunk, 1 to 256; affects speed only (a backend may use a smaller one).
+        chunk_size: largest chunk, 1 to 256 (a backend may use a smaller one). Changes speed; with repeated keys and
+            weak damping also accuracy: chunk_size <= 16 is the accurate setting.
         direct: a write beside the momentum, ``S_t = alpha_t S_{t-1} - beta_t M_t + direct_t k_t r_t^T``, ``>= 0``; None
             means zeros. ``beta = 0`` is then Gated DeltaNet; ``beta mu`` with ``direct = beta eta`` is Nesterov's step.
         lookahead: take the error at ``alpha S - beta mu M``, where the step leads without a write (Nesterov's
@@ -95,7 +96,14 @@ def chunk_momentum_delta_rule(
         ``o [B, T, HV, V]`` and the final state, or None.
     """
     tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
-    call = RuleCall(scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead)
+    call = RuleCall(
+        scale=scale,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        l2norm=use_qk_l2norm_in_kernel,
+        p_times_alpha=use_p_times_alpha,
+        lookahead=lookahead,
+    )
     return chunk_form(tensors, call, chunk_size, backend, check_gates, context_parallel)
 
 
@@ -119,7 +127,14 @@ def recurrent_momentum_delta_rule(
     lookahead: bool = False,
 ) -> MomentumOutput:
     """The definition: a plain differentiable loop over tokens. Arguments as in ``chunk_momentum_delta_rule``."""
-    call = RuleCall(scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead)
+    call = RuleCall(
+        scale=scale,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        l2norm=use_qk_l2norm_in_kernel,
+        p_times_alpha=use_p_times_alpha,
+        lookahead=lookahead,
+    )
     return loop_form(checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state), call)
 
 
@@ -155,7 +170,13 @@ def blockwise_momentum_delta_rule(
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
     tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
-    call = RuleCall(scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha)
+    call = RuleCall(
+        scale=scale,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        l2norm=use_qk_l2norm_in_kernel,
+        p_times_alpha=use_p_times_alpha,
+    )
     return loop_form(tensors, call, block_size)
 
 
@@ -190,7 +211,14 @@ def fused_recurrent_momentum_delta_rule(
     plan = requested_plan(context_parallel, cu_seqlens)
     short = plan is None and cu_seqlens is None and 0 < q.shape[1] <= LOOP_AT_MOST
     if not short or custom_op.wants_gradients(tensors) or custom_op.needs_dispatch(tensors):
-        call = RuleCall(scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead)
+        call = RuleCall(
+            scale=scale,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            l2norm=use_qk_l2norm_in_kernel,
+            p_times_alpha=use_p_times_alpha,
+            lookahead=lookahead,
+        )
         return chunk_form(tensors, call, backend=backend, check_gates=check_gates, context_parallel=plan)
     _check_state(tensors, q.shape[0])
     if check_gates:
@@ -238,7 +266,13 @@ def chunk_vector_momentum_delta_rule(
     """
     tensors = checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state)
     call = RuleCall(
-        scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead, vector=True
+        scale=scale,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        l2norm=use_qk_l2norm_in_kernel,
+        p_times_alpha=use_p_times_alpha,
+        lookahead=lookahead,
+        vector=True,
     )
     return chunk_form(tensors, call, chunk_size, backend, check_gates, context_parallel)
 
@@ -264,7 +298,13 @@ def recurrent_vector_momentum_delta_rule(
 ) -> MomentumOutput:
     """The definition: a plain differentiable loop over tokens. Arguments as in ``chunk_vector_momentum_delta_rule``."""
     call = RuleCall(
-        scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_p_times_alpha, lookahead, vector=True
+        scale=scale,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        l2norm=use_qk_l2norm_in_kernel,
+        p_times_alpha=use_p_times_alpha,
+        lookahead=lookahead,
+        vector=True,
     )
     return loop_form(checks.bundle(q, k, v, p, log_alpha, log_mu, beta, eta, direct, initial_state), call)
 

@@ -37,6 +37,7 @@ def forward(
                 tensors, boundaries, options, save_residual
             )
             return result
+    # options.outputs is not passed on: the op has one schema and always computes o.
     name = "momentum_delta_rule" if tensors.family == "momentum" else "vector_momentum_delta_rule"
     refuse_transforms(f"chunk_{name}", f"recurrent_{name}", tensors, derivatives_only=True)
     outputs = momentum_delta_rule(

@@ -126,7 +126,8 @@ class RuleOptions:
     scale: float
     """factor on the read-out, K ** -0.5 unless given"""
     chunk_size: int = 64
-    """tokens per chunk; the result does not depend on it"""
+    """largest chunk. Changes speed; with repeated keys and weak damping also accuracy: chunk_size <= 16 is the accurate
+    setting."""
     l2norm: bool = True
     """L2-normalise q, k and (if given) p"""
     p_times_alpha: bool = True

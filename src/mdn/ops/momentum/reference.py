@@ -118,17 +118,17 @@ def _token_by_token(inputs: TokenInputs, state: Tensor, lookahead: bool) -> tupl
     outputs = []
     for t in range(q.shape[1]):
         state_at_probe = alpha[:, t] * S - beta[:, t] * mu[:, t] * M if lookahead else S  # (22)
-        residual = v[:, t] - _read(state_at_probe, p[:, t])
+        residual = v[:, t] - read(state_at_probe, p[:, t])
         M = mu[:, t] * M - torch.einsum("bhk,bhv->bhkv", eta[:, t, :, None] * k[:, t], residual)
         S = alpha[:, t] * S - beta[:, t] * M
         if direct is not None:
             S = S + torch.einsum("bhk,bhv->bhkv", direct[:, t, :, None] * k[:, t], residual)
-        outputs.append(_read(S, q[:, t]))
+        outputs.append(read(S, q[:, t]))
     o = torch.stack(outputs, dim=1) if outputs else torch.empty_like(v)
     return o, torch.stack([S, M])
 
 
-def _read(S: Tensor, key: Tensor) -> Tensor:
+def read(S: Tensor, key: Tensor) -> Tensor:
     """S^T key: [B, HV, K, V], [B, HV, K] -> [B, HV, V]. No matrix product: where ``backward()`` is called inside an
     autocast block, torch would round the gradients of one to bfloat16."""
     return (key.unsqueeze(-1) * S).sum(-2)
