@@ -1,16 +1,25 @@
-"""The recorded report of `mdn bench kernels`: it meets every bar, and a broken bar is reported."""
+"""The recorded report of `mdn bench kernels`: it is one of the code as it is, meets every bar, and a broken bar is
+reported."""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
+import subprocess
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mdn.bench import kernel_origin
 from mdn.bench.kernel_bars import broken_bars
-from mdn.bench.kernel_report import with_totals
+from mdn.bench.kernel_report import VALUE_DIM, with_totals
 from mdn.bench.kernel_tables import fill
+from mdn.bench.kernels import PASSES, VARIANTS, Variant
 from mdn.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +40,76 @@ def test_the_recorded_report_meets_every_bar(report):
     assert {row["K"] for row in report["kernels"]} == {128, 256}
     assert {row["target"] for row in report["variants"]} == {"sm_80", "sm_90"}
     assert broken_bars(report) == []
+
+
+Tiles = list[tuple[str, int | None, int, int]]
+"""(kernel, V columns of a program if it says so, warps, stages) of every launch"""
+
+
+def tiles_now(target: str, run: Callable[[], None]) -> Tiles:
+    """Of the launches that ``run`` makes with the code as it is; nothing is compiled."""
+    from mdn.ops.triton.host import intercept_launches
+    from mdn.ops.triton.tiles import assume_target
+
+    seen: list[Any] = []
+    with assume_target(target), intercept_launches(seen.append):
+        run()
+    return [(x.name, x.arguments.get("BV"), x.tile.warps, x.tile.stages) for x in seen]
+
+
+def tiles_recorded(rows: list[dict], **wanted: str | int) -> Tiles:
+    mine = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+    return [(row["name"], row["columns"], row["warps"], row["stages"]) for row in mine]
+
+
+def test_the_recorded_tiles_are_those_of_the_code(report):
+    """After a change of tiles.py: `mdn bench kernels` again, with the command of docs/kernels.md."""
+    pytest.importorskip("triton")
+    from mdn.bench.gpu.counts import LARGE, SIZE
+    from mdn.bench.gpu.estimate import SIZES
+    from mdn.bench.gpu.runs import decode_mdn, run_mdn
+
+    def run_all(variant: Variant) -> None:
+        for which in PASSES:
+            variant.run(which)
+
+    for target, K in {(row["target"], row["K"]): None for row in report["kernels"]}:
+        variant = Variant(key_dim=K, value_dim=VALUE_DIM)
+        assert tiles_recorded(report["kernels"], target=target, K=K) == tiles_now(target, partial(run_all, variant))
+    named = {variant.name: variant for variant in VARIANTS}
+    for target, name in {(row["target"], row["variant"]): None for row in report["variants"]}:
+        recorded = tiles_recorded(report["variants"], target=target, variant=name)
+        assert recorded == tiles_now(target, partial(run_all, named[name])), name
+    for target in ("sm_90", "sm_80"):
+        for size, _ in SIZES:
+            recorded = tiles_recorded(report["estimates"], op="mdn", target=target, size=str(size))
+            assert recorded == tiles_now(target, partial(run_mdn, size, 128))
+        for rows, size in ((report["executed"], SIZE), (report["executed_large"], LARGE)):
+            now = tiles_now(target, partial(run_mdn, size, 128)) + tiles_now(target, partial(decode_mdn, size))
+            assert sorted(tiles_recorded(rows, op="mdn", target=target)) == sorted(now)
+
+
+def test_the_recorded_report_says_where_it_comes_from(report):
+    origin = report["provenance"]
+    assert origin["command"] == report["command"]
+    assert "bench kernels" in origin["command"]
+    assert origin["versions"]["triton"] == report["triton"]
+    assert {"momentum-deltanet", "torch", "ptxas", "ptxas-blackwell", "fla-core"} <= set(origin["versions"])
+    assert datetime.fromisoformat(origin["finished"])
+    assert re.match("[0-9a-f]{40}", origin["commit"])
+
+
+def test_the_commit_is_that_of_the_source_and_none_outside_of_a_checkout(monkeypatch, tmp_path):
+    module = Path(kernel_origin.__file__)
+    head = subprocess.run(["git", "-C", module.parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+    if head.returncode == 0:
+        assert kernel_origin.source_commit().startswith(head.stdout.strip())
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    installed = tmp_path / "site-packages" / "mdn" / "bench" / module.name
+    installed.parent.mkdir(parents=True)
+    installed.write_text("")
+    monkeypatch.setattr(kernel_origin, "__file__", str(installed))
+    assert kernel_origin.source_commit() is None
 
 
 def test_the_recorded_report_has_the_sums_by_which_ops_are_compared(report):
@@ -60,11 +139,18 @@ FAULTS = {
     "spills 65 bytes": lambda report: row_of(report["kernels"], K=128, target="sm_80").update(spill_bytes=65),
     "(given p) spills": lambda report: row_of(report["variants"], variant="given p").update(spill_bytes=65),
     "loads after a wait": lambda report: row_of(report["kernels"], name="decode").update(loads_after_a_wait=1),
+    "decode (batch 1, K=256, V=512) issues": lambda report: row_of(
+        report["variants"], name="decode", variant="batch 1, K=256, V=512"
+    ).update(loads_after_a_wait=1),
+    "on gfx942 at K=128": lambda report: row_of(report["kernels"], K=128, target="gfx942").update(spill_bytes=65),
     "times gdn": lambda report: row_of(report["estimates"], target="sm_90", op="mdn").update(ms=100.0),
     "warp instructions on sm_90": lambda report: row_of(report["executed"], target="sm_90").update(
         warp_instructions=701.0
     ),
     "without bank conflicts": lambda report: row_of(report["executed"], name="prepare").update(wavefronts=1e4),
+    "K=256, V=512): 2.00 times the wavefronts": lambda report: report.update(
+        executed_large=[dict(row_of(report["executed"], name="prepare"), wavefronts=2.0, wavefronts_ideal=1.0)]
+    ),
     "operand in registers": lambda report: row_of(report["kernels"], target="sm_90").update(register_products=1),
     "bytes of shared memory": lambda report: row_of(report["variants"], target="sm_80").update(shared_bytes=200_000),
 }

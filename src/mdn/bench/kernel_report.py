@@ -1,8 +1,10 @@
 """The report of `mdn bench kernels`: what the Triton kernels, ours and FLA's, need on absent GPUs.
 
 Its rows: ``kernels`` and ``variants`` (a compiled launch each), ``estimates`` (a launch of forward + backward, with its
-estimated time), ``executed`` (a pass and kernel, counted by the emulator), ``calibration`` (published times beside
-estimates) and, on request, ``lines`` (source lines). ``estimate_ms`` and ``counts`` are sums over rows, per op.
+estimated time), ``executed`` (a pass and kernel, counted by the emulator; ``executed_large``: ours at K=256, V=512),
+``calibration`` (published times beside estimates) and, on request, ``lines`` (source lines). Rows of launches have the
+tile: V columns of a program, warps, stages. ``estimate_ms`` and ``counts`` are sums over rows, per op, and
+``provenance`` says what made the report.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from mdn.bench.kernel_origin import origin
 from mdn.bench.kernels import VARIANTS, Variant, count_launches_and_bytes
 from mdn.common.progress import progress
 
@@ -32,7 +35,7 @@ class ReportOptions:
     variants: Sequence[str] = ()
     """GPUs for which every other kind of input is compiled, too"""
     estimates: Sequence[str] = ()
-    """GPUs for which times are estimated and executed instructions are counted; needs FLA"""
+    """GPUs for which times are estimated; if there is one, executed instructions are counted, too; needs FLA"""
     lines: int = 0
     """source lines of every kernel to list, those that execute most"""
 
@@ -48,7 +51,7 @@ class Step(NamedTuple):
 def make_report(options: ReportOptions) -> dict[str, Any]:
     """Compile, estimate and emulate; minutes to half an hour."""
     from mdn.bench.gpu.compiling import compile_variant  # imports Triton
-    from mdn.bench.gpu.counts import count_executed, dearest_lines
+    from mdn.bench.gpu.counts import LARGE, count_executed, dearest_lines
     from mdn.bench.gpu.estimate import calibrate, estimate_times
     from mdn.ops.triton.availability import triton_version
 
@@ -74,6 +77,9 @@ def make_report(options: ReportOptions) -> dict[str, Any]:
         steps.append(Step("calibration", "calibrate", calibrate))
         for op, target in (("mdn", "sm_80"), ("mdn", "sm_90"), ("gdn", "sm_80"), ("kda", "sm_80")):
             steps.append(Step("executed", f"emulate {op}, {target}", partial(count_executed, op, target)))
+        for target in ("sm_80", "sm_90"):
+            large = partial(count_executed, "mdn", target, LARGE)
+            steps.append(Step("executed_large", f"emulate mdn, {LARGE}, {target}", large))
     if options.lines:
         for op in OPS if options.estimates else OPS[:1]:
             lines = partial(dearest_lines, op, "sm_80", options.lines)
@@ -88,6 +94,7 @@ def make_report(options: ReportOptions) -> dict[str, Any]:
     assert version is not None
     report = {
         "triton": ".".join(map(str, version)),
+        "provenance": origin(),
         "launches": next(iter(traffic.values()))["launches"],
         "bytes_written_per_token_head": {width: found["bytes"] for width, found in traffic.items()},
         "bytes_written_by_kernel": {width: found["by_kernel"] for width, found in traffic.items()},

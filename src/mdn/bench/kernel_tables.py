@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mdn.bench.kernel_bars import COUNT_BARS, ESTIMATE_BARS, WAVEFRONT_BAR
 from mdn.bench.kernel_report import COUNTED, OPS, total_counts, total_ms
 from mdn.common.results import fill_page
 
@@ -105,11 +106,20 @@ def launches(report: dict[str, Any]) -> str:
 
 def counts(report: dict[str, Any]) -> str:
     """What was executed per token and head: ours by kernel, the others' sums."""
+    return _counts(report["executed"])
+
+
+def counts_large(report: dict[str, Any]) -> str:
+    """The same of ours with the widths of the paper's larger model."""
+    return _counts(report.get("executed_large", []))
+
+
+def _counts(executed: list[dict[str, Any]]) -> str:
     rows = []
-    for key, sums in total_counts(report["executed"]).items():
+    for key, sums in total_counts(executed).items():
         target, op, which = key
         if op == "mdn":
-            mine = [row for row in report["executed"] if (row["target"], row["op"], row["pass"]) == key]
+            mine = [row for row in executed if (row["target"], row["op"], row["pass"]) == key]
             rows += [[target, f"`{row['name']}`", *(_count(row[figure]) for figure in COUNTED)] for row in mine]
         rows.append([target, f"**{op.upper()}, {which}**", *(f"**{_count(sums[figure])}**" for figure in COUNTED)])
     return table(["GPU", "kernel", *(name.replace("_", " ") for name in COUNTED)], rows)
@@ -131,6 +141,45 @@ def timeline(report: dict[str, Any]) -> str:
     return table(["kernel", "pass", *(f"{target}, K={width}" for target, width in places)], lines)
 
 
+BEFORE_ESTIMATE = {
+    "H=6 K=128 V=256": "4.7 ms: 2.3 times GDN, 1.6 times KDA",
+    "H=6 K=256 V=512": "11.9 ms: 2.0 times GDN, 2.0 times KDA",
+}
+BEFORE_INSTRUCTIONS = {"forward": "1,393", "backward": "3,660"}
+BEFORE_WAVEFRONTS = "2.4 in `prepare`, 2.1 in `backward_gates`"
+BEFORE_CYCLES = {
+    "prepare": "44,700 (341 barriers)",
+    "forward_states": "3,174 and a wait for all loads, for half as many columns",
+    "backward_scores": "26,200",
+    "backward_inputs": "84,500",
+    "backward_gates": "24,400",
+}
+
+
+def before_and_after(report: dict[str, Any]) -> str:
+    """What the kernels' first design gave, what the report says now, and the bar."""
+    rows = []
+    estimated = total_ms(report["estimates"])
+    for size, before in BEFORE_ESTIMATE.items():
+        ms = estimated["sm_90", size]
+        ratios = ", ".join(f"{ms['mdn'] / ms[op]:.2f} times {op.upper()}" for op in ("gdn", "kda"))
+        bar = ", ".join(f"{factor} times {op.upper()}" for op, factor in ESTIMATE_BARS[size].items())
+        rows.append([f"estimate on sm_90, {size}", before, f"{ms['mdn']:.1f} ms: {ratios}", bar])
+    sums = total_counts(report["executed"])
+    for which, before in BEFORE_INSTRUCTIONS.items():
+        now = f"{sums['sm_80', 'mdn', which]['warp_instructions']:,.0f}"
+        rows.append([f"warp instructions per token and head, {which}, sm_80", before, now, f"{COUNT_BARS[which]:,}"])
+    ours = [row for row in (*report["executed"], *report.get("executed_large", ())) if row["op"] == "mdn"]
+    worst = max(ours, key=lambda row: row["wavefronts"] / row["wavefronts_ideal"])
+    now = f"at most {worst['wavefronts'] / worst['wavefronts_ideal']:.2f} (`{worst['name']}`, {worst['target']})"
+    bar = f"{WAVEFRONT_BAR} in every kernel"
+    rows.append(["wavefronts over those without bank conflicts", BEFORE_WAVEFRONTS, now, bar])
+    for name, before in BEFORE_CYCLES.items():
+        row = next(row for row in report["kernels"] if (row["name"], row["target"], row["K"]) == (name, "sm_90", 128))
+        rows.append([f"static cycles of `{name}`, sm_90, K=128", before, f"{row['cycles']:,}", ""])
+    return table(["figure", "before", "now", "bar"], rows)
+
+
 def fill(page: str, report: dict[str, Any]) -> str:
     """The page with its tables taken from the report."""
     tables = {
@@ -138,7 +187,9 @@ def fill(page: str, report: dict[str, Any]) -> str:
         "calibration": calibration(report),
         "launches": launches(report),
         "counts": counts(report),
+        "counts-large": counts_large(report),
         "timeline": timeline(report),
+        "before-and-after": before_and_after(report),
         "traffic": traffic(report),
         "resources-128": resources(report, 128),
         "resources-256": resources(report, 256),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from mdn.cli.options import output_file, positive_int
@@ -43,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from mdn.bench.kernel_bars import broken_bars
     from mdn.bench.kernel_report import ReportOptions, make_report
+    from mdn.common.results import write_results
     from mdn.ops.triton.availability import MAX_KEY_DIM, triton_version
 
     if triton_version() is None:
@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> None:
     report = make_report(ReportOptions(args.targets, args.key_dims, args.variants, estimates, args.lines or 0))
     _show(report, broken_bars(report))
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_results(args.json, "kernels", report)
 
 
 def _show(report: dict[str, Any], broken: list[str]) -> None:
@@ -76,6 +75,7 @@ def _show(report: dict[str, Any], broken: list[str]) -> None:
         ("estimated time of forward + backward (an estimate, no measurement)", "estimates"),
         ("published times of FLA's forward passes on an H20 beside the estimate", "calibration"),
         ("executed per token and head, K = V = 128", "executed"),
+        ("executed per token and head, K=256, V=512", "executed_large"),
         ("source lines that execute most, per token and head, K = V = 128", "lines"),
     ):
         if rows in report:

@@ -36,6 +36,7 @@ class Counts:
     memory: Counter[str] = field(default_factory=Counter)  # sectors and wavefronts
     memory_by_place: dict[str, Counter[str]] = field(default_factory=dict)
     barriers: int = 0
+    tile: dict[str, int | None] = field(default_factory=dict)  # `launch.tile_of`
 
     @property
     def warp_instructions(self) -> int:

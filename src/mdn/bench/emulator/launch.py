@@ -62,6 +62,7 @@ class EmulatedGPU:
             text = compiled.asm["ptx"]
             kernel = parse(text if self.edit is None else self.edit(compiled.metadata.name, text))
             program = Program(kernel, compiled.metadata.shared, self.check, self.count)
+            program.counts.tile = tile_of(compiled, arguments)
             self._programs[id(compiled)] = compiled, program
         program = self._programs[id(compiled)][1]
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
@@ -90,6 +91,12 @@ class EmulatedGPU:
 
         with emulation(), assume_target(self.target), intercept_launches(run):
             yield self
+
+
+def tile_of(compiled: Any, arguments: dict[str, Any]) -> dict[str, int | None]:
+    """V columns of a program (None if the kernel does not say), warps and pipeline stages."""
+    metadata = compiled.metadata
+    return {"columns": arguments.get("BV"), "warps": metadata.num_warps, "stages": metadata.num_stages}
 
 
 def _bits(value: Any, kind: str, memory: GlobalMemory) -> np.ndarray[Any, Any]:

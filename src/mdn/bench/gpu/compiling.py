@@ -87,12 +87,18 @@ def build(launch: Launch, target: str) -> Any:
 
 def compile_launch(launch: Launch, target: str) -> Resources:
     """The resources of a launch."""
+    return read_resources(build(launch, target), target)
+
+
+def read_resources(compiled: Any, target: str) -> Resources:
     read = read_nvidia if TARGETS[target].backend == "cuda" else read_amd
-    return read(build(launch, target))
+    return read(compiled)
 
 
 def compile_variant(variant: Variant, target: str) -> Iterator[dict[str, Any]]:
-    """One row per launch: name, pass, target, K, V, its resources and, on sm_80 and sm_90, its static timeline."""
+    """One row per launch: name, pass, target, K, V, dtype, tile, its resources and, on sm_80 and sm_90, its static
+    timeline."""
+    from mdn.bench.emulator.launch import tile_of
     from mdn.bench.gpu.estimate import GPUS, analyse
 
     if interpreting():
@@ -101,12 +107,13 @@ def compile_variant(variant: Variant, target: str) -> Iterator[dict[str, Any]]:
         for launch in launches:
             row = {"name": launch.name, "pass": which, "target": target, "K": variant.key_dim, "V": variant.value_dim}
             row["dtype"] = str(variant.dtype).removeprefix("torch.")
+            compiled = build(launch, target)
+            tile = tile_of(compiled, launch.arguments)
             if target in GPUS:
-                found, scan = analyse(build(launch, target)), launch.name in SCANS
-                columns = launch.arguments["BV"] if scan else None
-                yield row | found.resources.as_dict() | found.as_dict(GPUS[target], scan, columns)
+                found, scan = analyse(compiled), launch.name in SCANS
+                yield row | tile | found.resources.as_dict() | found.as_dict(GPUS[target], scan, tile["columns"])
             else:
-                yield row | compile_launch(launch, target).as_dict()
+                yield row | tile | read_resources(compiled, target).as_dict()
 
 
 def machine_code(compiled: Any) -> str:

@@ -13,6 +13,8 @@ from mdn.bench.gpu.runs import DECODES, RUNS, Size
 from mdn.ops.triton.tiles import assume_target
 
 SIZE = Size(2, 128, 128)
+LARGE = Size(1, 256, 512)
+"""the widths of the paper's larger model"""
 TOKENS = 256
 PASSES = {"forward": TOKENS, "backward": TOKENS, "decode": 1}
 """the passes in the order in which they run, and the tokens of each"""
@@ -35,6 +37,7 @@ class Passes:
     """Splits what a GPU has counted into passes; a kernel that runs in both is there twice."""
 
     gpu: EmulatedGPU
+    heads: int
     rows: list[dict[str, Any]] = field(default_factory=list)
     _before: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
     _remaining: Iterator[tuple[str, int]] = field(default_factory=lambda: iter(PASSES.items()))
@@ -48,17 +51,18 @@ class Passes:
                 new = {figure: value - before.get(figure, 0) for figure, value in now.items()}
                 self._before[name, number] = now
                 if new["warp_instructions"]:
-                    per_token = {figure: value / (tokens * SIZE.heads) for figure, value in new.items()}
-                    self.rows.append({"pass": which, "name": name.removesuffix("_kernel")} | per_token)
+                    per_token = {figure: value / (tokens * self.heads) for figure, value in new.items()}
+                    row = {"pass": which, "name": name.removesuffix("_kernel")} | run.tile
+                    self.rows.append(row | per_token)
 
 
-def count_executed(op: str, target: str) -> list[dict[str, Any]]:
-    """One row per pass and kernel of an op at K = V = 128, bfloat16."""
+def count_executed(op: str, target: str, size: Size = SIZE) -> list[dict[str, Any]]:
+    """One row per pass and kernel of an op in bfloat16."""
     gpu = EmulatedGPU(target, count=True)
-    passes = Passes(gpu)
+    passes = Passes(gpu, size.heads)
     with assume_target(target), replace_triton(gpu):
-        RUNS[op](SIZE, TOKENS, passes.close)
-        DECODES[op](SIZE)
+        RUNS[op](size, TOKENS, passes.close)
+        DECODES[op](size)
         passes.close()
     return [{"target": target, "op": op} | row for row in passes.rows]
 

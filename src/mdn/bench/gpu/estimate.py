@@ -6,8 +6,9 @@ For every launch of forward + backward the estimate is the largest of
     DRAM     every tensor that the launch was given, moved once, but no more than its warps request
     L2       what warps request, if all lanes take part
     tensor   operations of the tensor cores at half their peak
-and the op is the sum of its launches. It is an estimate, not a measurement: `calibrate` compares such sums with
-published times of FLA's kernels, which are longer by a factor that differs from op to op. Read ratios, to about 30 %.
+and the op is the sum of its launches. It is an estimate, not a measurement: `calibrate` compares such sums with the two
+published times of FLA's forward passes that there are. Of our kernels, of backward passes and of other GPUs nothing has
+been compared, and how far the ratios are off is not known.
 
 Launches are recorded at two short lengths on the CPU; programs and bytes are linear in the length. Of an autotuner's
 list a few entries are compiled, and each launch takes the one with the smallest estimate.
@@ -26,6 +27,7 @@ from unittest import mock
 
 from torch import Tensor
 
+from mdn.bench.emulator.launch import replace_triton, tile_of
 from mdn.bench.gpu.compiling import Resources, machine_code, read_nvidia
 from mdn.bench.gpu.runs import RUNS, Size
 from mdn.bench.gpu.timeline import Timeline, parse, walk
@@ -143,8 +145,7 @@ class Recorded:
     analysis: Analysis
     programs: int
     tensor_bytes: int
-    columns: int | None
-    """V columns of a program, if the kernel says so"""
+    tile: dict[str, int | None]
 
 
 class Recorder:
@@ -157,7 +158,7 @@ class Recorder:
     def run(self, compiled: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         tensors = {x.data_ptr(): x.numel() * x.element_size() for x in arguments.values() if isinstance(x, Tensor)}
         moved = sum(tensors.values())
-        self.launches.append(Recorded(analyse(compiled), math.prod(grid), moved, arguments.get("BV")))
+        self.launches.append(Recorded(analyse(compiled), math.prod(grid), moved, tile_of(compiled, arguments)))
 
 
 class Entries:
@@ -232,7 +233,7 @@ def _estimate_entry(
         times = found.times(gpu, programs, moved, time // CHUNK if walks else None)
         bound = max(times, key=lambda term: times[term])
         row = {"name": found.name.removesuffix("_kernel"), "programs": round(programs), "ms": 1e3 * times[bound]}
-        rows.append(row | {"bound": bound} | found.as_dict(gpu, walks, b.columns))
+        rows.append(row | {"bound": bound} | b.tile | found.as_dict(gpu, walks, b.tile["columns"]))
     return rows, entries.longest
 
 
@@ -243,8 +244,6 @@ def _extrapolate(short: float, long: float, time: int) -> float:
 
 def record(op: Op, size: Size, target: str, length: int) -> list[Recorded]:
     """The launches of one call, compiled for the target."""
-    from mdn.bench.emulator.launch import replace_triton
-
     recorder = Recorder(target)
     with replace_triton(recorder):  # type: ignore[arg-type]
         op(size, length)
