@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import mdn
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 from mdn.ops.triton import host, selftest, tiles
 from mdn.ops.triton.selftest import Check
+from triton_interpreted import run_interpreted
 
 STAND_INS = """
-import os, sys, time
+import os, sys
 import torch
 from mdn.ops.triton import selftest
 from mdn.ops.triton.selftest import Check
@@ -41,7 +43,6 @@ selftest.all_checks = lambda device: [
     Check("segmentation fault", 0.1, wrong_address),
     Check("exception", 0.1, exception),
     Check("no result", 0.1, quiet_end),
-    Check("endless", 0.1, lambda: time.sleep(600)),
     Check("right again", 0.1, lambda: 0.0),
 ]
 if __name__ == "__main__":
@@ -59,14 +60,23 @@ def report(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(selftest, "COMMAND", [sys.executable, "-W", "ignore", str(script)])
-        patch.setattr(selftest, "TIME_LIMIT", 20)
         patch.setattr(selftest, "all_checks", lambda device: [Check(name, 0.1, lambda: 0.0) for name in NAMES])
         code = selftest.main([str(file)])
-    lines = file.read_text().splitlines()
+    written = file.read_text().splitlines()
+    lines = [line for line in written if not line.endswith(": running ...")]
     starts = [next(i for i, line in enumerate(lines) if line.startswith(f"{name:<38}")) for name in NAMES]
     ends = [*starts[1:], len(lines) - 2]
     about = {name: "\n".join(lines[start:end]) for name, start, end in zip(NAMES, starts, ends)}
-    return SimpleNamespace(code=code, about=about, lines=lines)
+    return SimpleNamespace(code=code, about=about, lines=lines, written=written)
+
+
+def test_every_check_is_named_when_it_starts(report):
+    """Building its kernels may take minutes, and what the process says about it is shown only if it fails."""
+    announced = [line.removesuffix(": running ...") for line in report.written if line.endswith(": running ...")]
+    assert announced == NAMES
+    for name in NAMES:
+        after = report.written[report.written.index(f"{name}: running ...") + 1]
+        assert after.startswith(f"{name:<38}")
 
 
 def test_checks_before_and_after_a_failure_run_and_pass(report):
@@ -92,8 +102,13 @@ def test_a_crash_is_reported_with_what_the_process_said_last(report):
     assert re.match(r"no result +CRASHED: exit code 0", report.about["no result"])
 
 
-def test_a_check_that_hangs_is_stopped(report):
-    assert re.fullmatch(r"endless +NO ANSWER after 20 seconds", report.about["endless"])
+def test_a_check_that_hangs_is_stopped(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(selftest, "COMMAND", [sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(selftest, "TIME_LIMIT", 2)
+    said = []
+    assert not selftest.run_apart(Check("endless", 0.1, float), said.append)
+    assert said == ["endless: running ...", f"{'endless':<38}   NO ANSWER after 2 seconds"]
 
 
 def test_the_report_is_on_disk_after_every_check(tmp_path, monkeypatch):
@@ -102,6 +117,7 @@ def test_the_report_is_on_disk_after_every_check(tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(selftest, "run_apart", lambda check, say: say(check.name) or found.append(file.read_text()))
     selftest.report([Check("first", 0.0, float), Check("second", 0.0, float)], [], file)
+    assert "10 to 20 minutes" in found[0]
     assert found[0].endswith("first\n")
     assert found[1].endswith("first\nsecond\n")
 
@@ -135,7 +151,7 @@ def gpu(monkeypatch):
 
 @pytest.mark.parametrize(("capability", "assembler"), [((8, 0), "ptxas"), ((10, 0), "ptxas-blackwell")])
 def test_the_description_names_the_release_of_the_assembler_that_triton_calls(gpu, capability, assembler):
-    _, machine, line = gpu(capability)
+    _, _, machine, line = gpu(capability)
     assert machine.startswith("A GPU, compute capability {}.{}, CUDA 13.0, driver ".format(*capability))
     variable = f"TRITON_{assembler.upper().replace('-', '_')}_PATH"
     assert re.fullmatch(rf".*/{assembler}: Cuda .* release \d+\.\d+, V[\d.]+ \({variable} replaces it\)", line)
@@ -151,8 +167,23 @@ def test_the_description_names_the_assembler_that_replaces_tritons(gpu, monkeypa
 
 
 def test_the_description_of_a_rocm_machine_has_nothing_of_nvidias(gpu):
-    _, machine = gpu((9, 4), hip="7.1.2")
-    assert machine == "A GPU, gfx942:sramecc+:xnack-, ROCm 7.1.2"
+    _, _, machine = gpu((9, 4), hip="7.1.2")
+    assert machine.startswith("A GPU, gfx942:sramecc+:xnack-, HIP 7.1.2, driver ")
+    assert "nvidia" not in machine.lower()
+
+
+def test_the_driver_of_a_rocm_machine_is_named_or_unknown(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(selftest, "AMD_DRIVER", tmp_path / "version")
+    assert re.search(r", driver unknown \(Linux .+\)$", gpu((9, 4), hip="7.1.2")[-1])
+    (tmp_path / "version").write_text("6.10.5\n")
+    assert gpu((9, 4), hip="7.1.2")[-1].endswith(", driver 6.10.5")
+
+
+def test_the_description_begins_with_our_version_and_commit(gpu, monkeypatch):
+    monkeypatch.setattr(selftest, "source_commit", lambda: None)
+    assert gpu((8, 0))[0] == f"momentum-deltanet {mdn.__version__}, commit unknown"
+    monkeypatch.setattr(selftest, "source_commit", lambda: "0123abc")
+    assert gpu((8, 0))[0].endswith(", commit 0123abc")
 
 
 # ------------------------------------------------------------------------------------------------- the notice
@@ -217,6 +248,21 @@ def test_one_check_of_the_self_test_runs_under_the_interpreter_and_prints_its_er
     done = run_selftest("--only", "decode, torch.float32")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r'\{"error": [0-9.]+e-\d\d, "seconds": [0-9.]+\}\n', done.stdout)
+
+
+@pytest.fixture(scope="module")
+def gpu_checks():
+    return run_interpreted("selftest_checks.py")
+
+
+def test_repeats_are_compared_bit_for_bit(gpu_checks):
+    assert gpu_checks["repeats"] == {"as it is": 0, "a bit differs": "inf", "NaN": "nan"}
+
+
+def test_the_graph_check_compares_what_a_replay_leaves_with_the_step_itself(gpu_checks):
+    assert gpu_checks["graph"]["as it is"] == 0
+    assert gpu_checks["graph"]["launches"] == [1, 1]
+    assert not gpu_checks["graph"]["nothing replayed"] <= 1e-6
 
 
 @pytest.mark.slow

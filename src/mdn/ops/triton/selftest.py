@@ -3,7 +3,8 @@
 Every check runs in a process of its own, with a time limit: after an illegal memory access a process cannot use the GPU
 any more, and a check that crashes or hangs must not hide the others. Errors are the largest of any output or gradient
 against the float64 recurrence, relative to the largest value. Exit code 0 if all pass, 1 if one does not, 2 if there is
-nothing to test on. The same lines go to FILE (default mdn-selftest.txt): please send it back in any case.
+nothing to test on. Most of the time is Triton's compiler: 10 to 20 minutes if its cache is empty. The same lines go to
+FILE (default mdn-selftest.txt): please send it back in any case.
 `--only NAME` runs one check, without isolation. With TRITON_INTERPRET=1 the small checks run, slowly, on the CPU.
 """
 
@@ -27,7 +28,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import mdn
 import mdn.ops
+from mdn.bench.kernel_origin import source_commit
 from mdn.ops.triton.availability import interpreting, triton_version, why_unavailable
 from mdn.ops.triton.tiles import FULL_GPU, assume_heads
 
@@ -35,6 +38,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 BITWISE_REPEATS = 20
 TIME_LIMIT = 900
 """seconds for one check, which include building its kernels"""
+AMD_DRIVER = Path("/sys/module/amdgpu/version")
 COMMAND = [sys.executable, "-m", "mdn.ops.triton.selftest"]
 """what starts a check in a process of its own, with ``--only NAME``"""
 
@@ -144,15 +148,15 @@ def run_decode(dtype: torch.dtype, device: torch.device) -> float:
     return largest_error([torch.stack(found, dim=1), buffer[:, 1:2]], [o, final])
 
 
-def run_repeats(device: torch.device) -> float:
+def run_repeats(device: torch.device, case: Case = LARGE, repeats: int = BITWISE_REPEATS) -> float:
     """A grid that fills the GPU, again and again: any bit that differs is a race. 0, or infinity, or NaN."""
-    tensors = make_inputs(LARGE, device)
-    rule = mdn.ops.chunk_momentum_delta_rule
-    first = outputs_and_gradients(rule, tensors, LARGE, backend="triton")
+    tensors, rule = make_inputs(case, device), mdn.ops.chunk_momentum_delta_rule
+    options = {"chunk_size": case.chunk_size, "backend": "triton"}
+    first = outputs_and_gradients(rule, tensors, case, **options)
     if not all(x.isfinite().all() for x in first):
         return float("nan")
-    for _ in range(BITWISE_REPEATS):
-        again = outputs_and_gradients(rule, tensors, LARGE, backend="triton")
+    for _ in range(repeats):
+        again = outputs_and_gradients(rule, tensors, case, **options)
         if not all(torch.equal(a, b) for a, b in zip(first, again)):
             return float("inf")
     return 0.0
@@ -212,13 +216,14 @@ def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
 def describe(device: torch.device) -> list[str]:
     """The versions that matter when something fails."""
     version = ".".join(map(str, triton_version() or ()))
-    lines = [f"torch {torch.__version__}, Triton {version}, Python {platform.python_version()}"]
+    lines = [f"momentum-deltanet {mdn.__version__}, commit {source_commit() or 'unknown'}"]
+    lines += [f"torch {torch.__version__}, Triton {version}, Python {platform.python_version()}"]
     if interpreting():
         return [*lines, "Triton's interpreter on the CPU"]
     name = torch.cuda.get_device_name(device)
     if torch.version.hip:  # its Triton has the assembler inside
         architecture = torch.cuda.get_device_properties(device).gcnArchName
-        return [*lines, f"{name}, {architecture}, ROCm {torch.version.hip}"]
+        return [*lines, f"{name}, {architecture}, HIP {torch.version.hip}, driver {amd_driver()}"]
     major, minor = torch.cuda.get_device_capability(device)
     driver = printed_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return [
@@ -240,6 +245,14 @@ def assembler(architecture: int) -> str:
     except Exception as error:  # a description must not stop the test
         return f"ptxas: {type(error).__name__}: {error}"
     return f"{tool.path}: {printed_line(tool.path, '--version', word='release')} ({variable} replaces it)"
+
+
+def amd_driver() -> str:
+    """Of the kernel's amdgpu module. One that came with the kernel has no version of its own."""
+    try:
+        return AMD_DRIVER.read_text().strip()
+    except OSError:
+        return f"unknown (Linux {platform.release()})"
 
 
 def printed_line(*command: str, word: str = "") -> str:
@@ -285,6 +298,7 @@ def run_here(check: Check) -> None:
 
 def run_apart(check: Check, say: Callable[[str], None]) -> bool:
     """A line of the table about a check in a process of its own. True if it passed."""
+    say(f"{check.name}: {'running' if interpreting() else 'building its kernels and running'} ...")
     try:
         done = subprocess.run(
             [*COMMAND, "--only", check.name], capture_output=True, text=True, errors="replace", timeout=TIME_LIMIT
@@ -335,8 +349,11 @@ def report(checks: list[Check], description: list[str], path: Path) -> int:
             print(line, flush=True)
             print(line, file=file, flush=True)
 
-        for line in (*description, f"{'case':<38}{'error':>10}{'allowed':>10}{'seconds':>9}"):
+        for line in description:
             say(line)
+        if not interpreting():
+            say(f"{len(checks)} checks; 10 to 20 minutes if Triton's cache does not have the kernels")
+        say(f"{'case':<38}{'error':>10}{'allowed':>10}{'seconds':>9}")
         failed = sum(not run_apart(check, say) for check in checks)
         say(f"{len(checks) - failed} of {len(checks)} passed")
         if failed and not interpreting():
