@@ -54,6 +54,7 @@ SLOW = (
     case_of(torch.bfloat16, 128, 256, 64, rule="lookahead", with_p=True, **GROUPED),
     case_of(torch.bfloat16, 128, 512, 64),
     case_of(torch.bfloat16, 256, 64, 64, l2norm=False),
+    case_of(torch.bfloat16, 256, 512, 64, T=70),  # the widths of the paper's larger model
     case_of(torch.bfloat16, 256, 64, 32, rule="general", **PACK),
     case_of(torch.float16, 64, 64, 64),
     case_of(torch.float16, 96, 32, 16, rule="lookahead", **PROBED),
@@ -186,7 +187,7 @@ def test_the_slow_cases_have_every_size_and_option():
     dtypes, chunk_sizes = (torch.bfloat16, torch.float16, torch.float32), (16, 32, 64)
     assert {(case.dtype, case.chunk_size) for case in SLOW} == {(d, c) for d in dtypes for c in chunk_sizes}
     assert {case.K for case in SLOW} == {64, 96, 128, 256}
-    assert max(case.V for case in SLOW) == 512
+    assert {(128, 512), (256, 512)} <= {(case.K, case.V) for case in SLOW}
     assert {case.rule for case in SLOW} == {"momentum", "general", "lookahead"}
     for option in ("with_p", "with_state", "lengths"):
         assert any(getattr(case, option) for case in SLOW), option

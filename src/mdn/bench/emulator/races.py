@@ -6,8 +6,9 @@ fence of its writer, and stays in use until a barrier that follows ``wgmma.wait_
 not be read before the wait.
 
 Epochs count barriers: an access is ordered before another exactly if their epochs differ. So a missing barrier is
-reported whatever order the emulator happened to run the warps in. `RaceDetector` watches shared memory,
-`GlobalRaceDetector` global memory, where nothing orders two CTAs of a launch.
+reported whatever order the emulator happened to run the warps in, with one limit: of the reads of a granule all warps
+are kept, but only one thread (`exhaustive` keeps all). `RaceDetector` watches shared memory, `GlobalRaceDetector`
+global memory, where nothing orders two CTAs of a launch.
 """
 
 from __future__ import annotations
