@@ -30,7 +30,6 @@ from torch import Tensor
 
 import mdn
 import mdn.ops
-from mdn.bench.kernel_origin import source_commit
 from mdn.ops.triton.availability import interpreting, triton_version, why_unavailable
 from mdn.ops.triton.tiles import FULL_GPU, assume_heads
 
@@ -215,6 +214,8 @@ def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
 
 def describe(device: torch.device) -> list[str]:
     """The versions that matter when something fails."""
+    from mdn.bench.kernel_origin import source_commit
+
     version = ".".join(map(str, triton_version() or ()))
     lines = [f"momentum-deltanet {mdn.__version__}, commit {source_commit() or 'unknown'}"]
     lines += [f"torch {torch.__version__}, Triton {version}, Python {platform.python_version()}"]
