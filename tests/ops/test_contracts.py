@@ -67,6 +67,7 @@ def test_the_initial_state_may_be_a_pair(backend: str) -> None:
         assert torch.equal(chunk_momentum_delta_rule(**plain_inputs(), initial_state=pair, backend=backend).o, expected)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_two_states_that_lie_in_one_tensor_have_derivatives_and_graphs_of_their_own() -> None:
     states = torch.randn(4, 2, 2, 8, 8, generator=torch.Generator().manual_seed(1))
     (S, M, direction, other), inputs = states, plain_inputs()
