@@ -95,4 +95,4 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+    return f"{value:,.4g}" if isinstance(value, float) else "-" if value is None else str(value)
