@@ -139,8 +139,8 @@ NOT_RUN = {
     "torchrun --nnodes 1 --nproc_per_node 8 --standalone --no-python mdn train paper/mdn_1.3B "
     "distributed.strategy=fsdp": "needs eight GPUs",
     "python -m mdn.ops.triton.selftest": "needs a GPU; without one, tests/ops/triton/test_availability.py",
-    "python -m mdn.bench.kernel_tables benchmarks/results/kernels.json docs/kernels.md": (
-        "writes the page; tests/ops/triton/test_availability.py compares its tables with the report"
+    "python -m mdn.bench.kernel_tables benchmarks/results/kernels.json docs/kernels.md docs/kernel-tables.md": (
+        "writes the pages; tests/bench/test_kernel_report.py compares their tables with the report"
     ),
     "python -m mdn.bench.context_parallel_results docs/experiments/data/context_parallel.json docs/distributed.md": (
         "writes the page; tests/bench compares its tables with the results"

@@ -9,19 +9,24 @@ tile: V columns of a program, warps, stages. ``estimate_ms`` and ``counts`` are 
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from mdn.bench.kernel_origin import origin
 from mdn.bench.kernels import VARIANTS, Variant, count_launches_and_bytes
 from mdn.common.progress import progress
+from mdn.common.results import provenance
+from mdn.common.source import source_commit
 
 Rows = list[dict[str, Any]]
 VALUE_DIM = 256
 OPS = ("mdn", "gdn", "kda")
+PACKAGES = ("triton", "fla-core")
+ASSEMBLED_FOR = {"ptxas": 90, "ptxas-blackwell": 100}
+"""Triton's assemblers, and a GPU for which each is called"""
 COUNTED = ("warp_instructions", "mma", "barriers", "sectors", "sectors_distinct", "wavefronts", "wavefronts_ideal")
 
 
@@ -149,3 +154,22 @@ def with_totals(report: dict[str, Any]) -> dict[str, Any]:
             if target == "sm_80":
                 found["counts"][op][which] = sums
     return found
+
+
+def origin() -> dict[str, Any]:
+    """The command, the date, the commit and all versions: the ``provenance`` of a report."""
+    found = provenance(seed=None)
+    return found | {"commit": source_commit(), "versions": found["versions"] | compiler_versions()}
+
+
+def compiler_versions() -> dict[str, str]:
+    """Of Triton, its assemblers and FLA's kernels."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found | {name: get_ptxas(architecture).version for name, architecture in ASSEMBLED_FOR.items()}

@@ -1,13 +1,14 @@
-"""The tables of docs/kernels.md, from a report of `mdn bench kernels --variants ... --json FILE`.
+"""The tables of the pages about the kernels, from a report of `mdn bench kernels --variants ... --json FILE`.
 
-    python -m mdn.bench.kernel_tables benchmarks/results/kernels.json docs/kernels.md
+    python -m mdn.bench.kernel_tables benchmarks/results/kernels.json docs/kernels.md docs/kernel-tables.md
 
-rewrites the text between `<!-- table NAME -->` and `<!-- end -->` in the page.
+rewrites the text between `<!-- table NAME -->` and `<!-- end -->` in the pages.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -180,9 +181,9 @@ def before_and_after(report: dict[str, Any]) -> str:
     return table(["figure", "before", "now", "bar"], rows)
 
 
-def fill(page: str, report: dict[str, Any]) -> str:
-    """The page with its tables taken from the report."""
-    tables = {
+def tables_of(report: dict[str, Any]) -> dict[str, str]:
+    """All tables by name."""
+    return {
         "estimate": estimate(report),
         "calibration": calibration(report),
         "launches": launches(report),
@@ -195,9 +196,15 @@ def fill(page: str, report: dict[str, Any]) -> str:
         "resources-256": resources(report, 256),
         "variants": variants(report),
     }
-    return fill_page(page, tables)
+
+
+def fill(page: str, report: dict[str, Any]) -> str:
+    """The page with the tables that it has places for."""
+    tables = tables_of(report)
+    return fill_page(page, {name: tables[name] for name in re.findall(r"<!-- table ([\w-]+) -->", page)})
 
 
 if __name__ == "__main__":
-    report_file, page_file = map(Path, sys.argv[1:])
-    page_file.write_text(fill(page_file.read_text(), json.loads(report_file.read_text())))
+    report_file, *pages = map(Path, sys.argv[1:])
+    for page_file in pages:
+        page_file.write_text(fill(page_file.read_text(), json.loads(report_file.read_text())))

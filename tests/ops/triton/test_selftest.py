@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mdn
-from mdn.bench import kernel_origin
+from mdn.common import source
 from mdn.ops.momentum.interface import RuleOptions, RuleTensors, StepState
 from mdn.ops.triton import host, selftest, tiles
 from mdn.ops.triton.selftest import Check
@@ -181,9 +181,9 @@ def test_the_driver_of_a_rocm_machine_is_named_or_unknown(gpu, monkeypatch, tmp_
 
 
 def test_the_description_begins_with_our_version_and_commit(gpu, monkeypatch):
-    monkeypatch.setattr(kernel_origin, "source_commit", lambda: None)
+    monkeypatch.setattr(source, "source_commit", lambda: None)
     assert gpu((8, 0))[0] == f"momentum-deltanet {mdn.__version__}, commit unknown"
-    monkeypatch.setattr(kernel_origin, "source_commit", lambda: "0123abc")
+    monkeypatch.setattr(source, "source_commit", lambda: "0123abc")
     assert gpu((8, 0))[0].endswith(", commit 0123abc")
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import statistics
-import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mdn.common.errors import nearest
+from mdn.common.source import source_commit
 from mdn.experiments.grid import TimeLimit, cell_path, finished, run_grid
 from mdn.experiments.mqar import state_numbers
 from mdn.experiments.studies.contestants import Contestant, contestant
@@ -231,14 +231,7 @@ def train_study_cell(cell: StudyCell) -> dict[str, Any]:
 
 
 def _origin() -> dict[str, Any]:
-    """torch, the number of threads, and the commit of the source that runs, if it lies in a repository."""
-    here = str(Path(__file__).parent)
-    done = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "commit": done.stdout.strip() or None,
-    }
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "commit": source_commit()}
 
 
 # -------------------------------------------------------------------------------------------------------------- studies

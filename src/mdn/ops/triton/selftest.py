@@ -214,7 +214,7 @@ def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
 
 def describe(device: torch.device) -> list[str]:
     """The versions that matter when something fails."""
-    from mdn.bench.kernel_origin import source_commit
+    from mdn.common.source import source_commit
 
     version = ".".join(map(str, triton_version() or ()))
     lines = [f"momentum-deltanet {mdn.__version__}, commit {source_commit() or 'unknown'}"]

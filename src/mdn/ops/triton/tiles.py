@@ -2,7 +2,7 @@
 
 There is no autotuning, so nothing is tuned again for another length, and a run is the same run every time. The choices
 come from machine code (static cycles, blocks per SM, spills: `mdn bench kernels`), not from timings; no kernel has run
-on a GPU. docs/kernels.md has the figures.
+on a GPU. docs/kernel-tables.md has the figures.
 """
 
 from __future__ import annotations
