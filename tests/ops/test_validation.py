@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
 
 import pytest
@@ -16,6 +18,7 @@ from mdn.ops import (
     momentum_delta_step,
     recurrent_momentum_delta_rule,
 )
+from mdn.ops.shared_checks import _shared_elements, may_overlap
 
 FORMS = (
     chunk_momentum_delta_rule,
@@ -286,6 +289,44 @@ def test_a_step_refuses_states_that_share_memory(backend: str) -> None:
     assert "S and M of the state must be" in bad_step(state=state[:1].expand(2, -1, -1, -1, -1), backend=backend)
     other = state.view(-1)[24:].as_strided((2, 2, 16, 24), (784, 392, 24, 1))
     assert bad_step(state=(state[0], other), backend=backend).endswith("but they might share some")
+
+
+def addresses(shape: list[int], strides: list[int], begin: int = 0) -> set[int]:
+    return {begin + sum(map(int.__mul__, strides, i)) for i in itertools.product(*map(range, shape))}
+
+
+def random_layouts(draw: random.Random) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Two shapes and their strides, each without overlap in itself; often with some strides in common, and in one of
+    them sizes of 1 whose strides mean nothing."""
+    while True:
+        shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 4))]
+        later_shape = [1 if draw.random() < 0.2 else size for size in shape]
+        strides = [draw.choice([1, 2, 3, 4, 6, 8, 12, 16, 24, 30, 48]) for _ in shape]
+        later_strides = [
+            stride if size > 1 and draw.random() < 0.6 else draw.choice([1, 2, 3, 4, 8, 12, 30])
+            for size, stride in zip(later_shape, strides)
+        ]
+        pairs = (shape, strides), (later_shape, later_strides)
+        if not any(may_overlap(torch.empty_strided(*pair, device="meta")) for pair in pairs):
+            return shape, strides, later_shape, later_strides
+
+
+def test_shared_elements_are_those_of_the_sets_of_addresses() -> None:
+    draw, found = random.Random(5), dict.fromkeys(("none", "share some", "might share some"), 0)
+    for _ in range(4000):
+        layouts = random_layouts(draw)
+        if draw.random() < 0.5:
+            layouts = (*layouts[2:], *layouts[:2])
+        shape, strides, later_shape, later_strides = layouts
+        mine = addresses(shape, strides)
+        distance = draw.randint(0, max(mine) + 2)
+        shares = bool(mine & addresses(later_shape, later_strides, distance))
+        answer = _shared_elements(distance, *map(tuple, layouts))
+        assert answer in (("share some", "might share some") if shares else ("none", "might share some")), layouts
+        if all(1 in sizes or a == b for a, b, *sizes in zip(strides, later_strides, shape, later_shape)):
+            assert answer != "might share some", layouts
+        found[answer] += 1
+    assert min(found.values()) > 400, found
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])

@@ -160,26 +160,39 @@ def _shared_elements(
 ) -> str:
     """ "none", "share some" or "might share some": for two tensors, one of whose shapes may be 1 where the other's is
     larger, and the later of which begins ``distance`` elements further on."""
-    reach = sum(stride * (size - 1) for stride, size in zip(strides, shape))
-    if distance > reach:  # the later one begins behind the end of the other
-        return "none"
-    dimensions = list(zip(shape, strides, later_shape, later_strides))
-    if any(a != b for size, a, later_size, b in dimensions if size > 1 and later_size > 1):
-        return "might share some"
-    steps = [(a if size > 1 else b, size, later_size) for size, a, later_size, b in dimensions]
-    steps = sorted((x for x in steps if max(x[1:]) > 1), reverse=True)
-    return "share some" if _is_a_difference(distance, steps) else "none"
+    dimensions = [
+        (stride if size > 1 else later_stride, size, later_stride if later_size > 1 else stride, later_size)
+        for size, stride, later_size, later_stride in zip(shape, strides, later_shape, later_strides)
+        if size > 1 or later_size > 1
+    ]
+    dimensions.sort(key=lambda x: max(x[0], x[2]), reverse=True)
+    return ("none", "might share some", "share some")[_meeting(distance, dimensions)]
 
 
-def _is_a_difference(distance: int, strides: list[tuple[int, int, int]]) -> bool:
-    """Whether elements of two tensors with the same strides lie ``distance`` apart: distance = sum of stride * steps
-    with -(size of the later) < steps < (size of the earlier). In a tensor without overlap the smaller strides together
-    reach less far than the largest, which leaves two choices for it."""
-    if not strides:
-        return distance == 0
-    (stride, size, later_size), *smaller = strides
-    steps = {distance // stride, -(-distance // stride)}
-    return any(-later_size < n < size and _is_a_difference(distance - n * stride, smaller) for n in steps)
+def _meeting(distance: int, dimensions: list[tuple[int, int, int, int]]) -> int:
+    """Whether two tensors, the later ``distance`` behind the other (before it if negative), share an element: 0 no,
+    1 perhaps, 2 yes. ``dimensions``: (stride, size, stride of the later one, its size), the largest stride first.
+
+    As long as that stride is the same in both, both consist of blocks that repeat with it, and two blocks ``n`` strides
+    apart are two tensors of the other dimensions. Only blocks whose ranges of addresses meet are looked at: of tensors
+    without overlap in themselves at most two.
+    """
+    if not dimensions:
+        return 2 if distance == 0 else 0
+    if dimensions[0][0] != dimensions[0][2]:
+        reach, later_reach = _reaches(dimensions)
+        return 1 if -later_reach <= distance <= reach else 0
+    (stride, size, _, later_size), *block = dimensions
+    reach, later_reach = _reaches(block)
+    first = max(1 - later_size, -((reach - distance) // stride))
+    last = min(size - 1, (distance + later_reach) // stride)
+    return max((_meeting(distance - n * stride, block) for n in range(first, last + 1)), default=0)
+
+
+def _reaches(dimensions: list[tuple[int, int, int, int]]) -> tuple[int, int]:
+    """From the first element of each tensor to its last one."""
+    later_reach = sum(later_stride * (later_size - 1) for _, _, later_stride, later_size in dimensions)
+    return sum(stride * (size - 1) for stride, size, _, _ in dimensions), later_reach
 
 
 def check_state_indices(state_indices: Tensor, state: Tensor, batch: int, read: bool) -> Tensor:

@@ -13,7 +13,9 @@ from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 
 from first_order_cases import RULES, VECTOR, arguments, chunk, random_state, recurrent, step
+from mdn.layers import LinearAttention, TokenLayout
 from mdn.ops import SequenceBoundaries
+from mdn.vllm.states import DecodeState
 
 SCALAR = [rule for rule in RULES if rule not in VECTOR]
 BACKENDS = [(rule, "torch") for rule in RULES] + [(rule, "cpu") for rule in SCALAR]
@@ -279,6 +281,57 @@ def test_a_normaliser_may_lie_beside_the_state_as_the_chunkwise_form_returns_it(
     last = {name: x[:, 5] for name, x in tensors.items()}
     o = step("linear_attn")(**last, state=state, z_state=z[:, 0], backend=backend)
     torch.testing.assert_close(o, whole[:, 5], rtol=1e-4, atol=1e-5)
+
+
+def in_pages(*states: Tensor, before: int, behind: int) -> tuple[Tensor, ...]:
+    """The same numbers as views of one tensor of pages, in which the states follow each other and something else lies
+    ``before`` and ``behind`` them: how vLLM keeps them."""
+    pages, sizes = len(states[0]), [state[0].numel() for state in states]
+    memory = torch.full((pages, before + sum(sizes) + behind), float("nan"))
+    parts = memory[:, before : before + sum(sizes)].split(sizes, dim=1)
+    views = tuple(part.unflatten(1, state.shape[1:]) for part, state in zip(parts, states))
+    for view, state in zip(views, states):
+        view.copy_(state)
+    return views
+
+
+PAGES = pytest.mark.parametrize(("before", "behind"), [(0, 0), (6, 0), (0, 10), (40, 3)])
+
+
+@PAGES
+@pytest.mark.parametrize("turned", [False, True], ids=["S first", "z first"])
+@pytest.mark.parametrize("indices", [None, [3, 1]], ids=["all pages", "slots"])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_state_and_its_normaliser_may_share_pages(backend, indices, turned, before, behind):
+    tensors, count = token("linear_attn"), 2 if indices is None else 5
+    expected_S, expected_z = random_state("linear_attn", count, dtype=torch.float32)
+    expected_z = expected_z[:, 0]
+    given = {"state_indices": None if indices is None else torch.tensor(indices), "backend": backend}
+    if turned:
+        z, S = in_pages(expected_z, expected_S, before=before, behind=behind)
+    else:
+        S, z = in_pages(expected_S, expected_z, before=before, behind=behind)
+    expected = step("linear_attn")(**tensors, state=expected_S, z_state=expected_z, **given)
+    o = step("linear_attn")(**tensors, state=S, z_state=z, **given)
+    for found, right in ((o, expected), (S, expected_S), (z, expected_z)):
+        torch.testing.assert_close(found, right)
+    inside = z.as_strided(z.shape, z.stride(), z.storage_offset() + (1 if turned else -1))
+    with pytest.raises(ValueError, match="state and z_state must be different memory"):
+        step("linear_attn")(**tensors, state=S, z_state=inside, **given)
+
+
+@PAGES
+@torch.no_grad()
+def test_the_layer_decodes_on_pages_that_hold_both_states(before: int, behind: int):
+    torch.manual_seed(0)
+    layer = LinearAttention(hidden_size=32, num_heads=2, do_feature_map_norm=True)
+    states = torch.randn(5, 2, 16, 16), torch.rand(5, 2, 16)
+    tokens, used = torch.randn(2, 1, 32), torch.tensor([4, 1])
+    outputs = [
+        layer.mix(tokens, TokenLayout((2, 1)), DecodeState(pages, 0, used))
+        for pages in (states, in_pages(*states, before=before, behind=behind))
+    ]
+    torch.testing.assert_close(*outputs)
 
 
 @pytest.mark.parametrize(
