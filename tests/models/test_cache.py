@@ -330,6 +330,87 @@ def test_what_is_refused_before_the_layers_run_leaves_the_cache_whole():
     assert relative_error(model(ids, past_key_values=empty).logits, model(ids).logits) < TOLERANCE
 
 
+def wrong_batch(embeddings):
+    return embeddings[:1]
+
+
+def wrong_width(embeddings):
+    return embeddings[..., :-1]
+
+
+def wrong_dtype(embeddings):
+    return embeddings.double()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (wrong_batch, "past_key_values holds 2 sequences in layer 0, but this call has 1"),
+        (wrong_width, r"inputs_embeds must have shape \[B, T, D\] with D = 32, got \[2, ., 31\]"),
+        (wrong_dtype, "inputs_embeds must be torch.float32, as the model is, got torch.float64"),
+    ],
+)
+@pytest.mark.parametrize("new_columns", [1, 3])
+@pytest.mark.parametrize("name", ["momentum_deltanet", "linear_attn", "rwkv7", "hybrid", "attention"])
+def test_after_a_call_with_wrong_arguments_the_right_ones_continue_the_cache(name, new_columns, wrong, message):
+    model, ids = small_model(name), tokens(2, 12)
+    more = ids[:, 8 : 8 + new_columns]
+    embeddings = model.get_input_embeddings()(more)
+    kept, cache = (model(ids[:, :8], use_cache=True).past_key_values for _ in range(2))
+    expected = model(more, past_key_values=kept).logits
+    given = [{"inputs_embeds": wrong(embeddings)}, *([{"input_ids": more[:1]}] if wrong is wrong_batch else [])]
+    for arguments in given:
+        with pytest.raises(ValueError, match=message):
+            model(**arguments, past_key_values=cache)
+    assert torch.equal(model(inputs_embeds=embeddings, past_key_values=cache).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("converts", ["autocast", "packed weights"])
+def test_embeddings_that_the_layers_convert_are_not_refused(converts, dtype):
+    model, ids = small_model(), tokens(2, 12)
+    if converts == "packed weights":
+        model.quantize("int8")
+    with torch.autocast("cpu", torch.bfloat16, enabled=converts == "autocast"):
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        kept = copy.deepcopy(cache)
+        embeddings = model.get_input_embeddings()(ids[:, 8:9])
+        found = model(inputs_embeds=embeddings.to(dtype), past_key_values=cache).logits
+        assert relative_error(found, model(ids[:, 8:9], past_key_values=kept).logits) < 0.05
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["momentum_deltanet", "hybrid", "attention"])
+def test_a_shallow_copy_of_the_cache_of_an_interrupted_call_is_refused(name):
+    model, ids = small_model(name), tokens(1, 12)
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    same_layers = copy.copy(cache)
+    Interrupts(model.model.norm, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[:, 8:9], past_key_values=cache)
+    for refused in (same_layers, cache, copy.copy(cache)):
+        with pytest.raises(ValueError, match="a call that used it was interrupted"):
+            model(ids[:, 8:9], past_key_values=refused)
+
+
+@torch.no_grad()
+def test_a_cache_that_got_its_layers_in_an_interrupted_call_is_refused_until_it_is_reset():
+    """All layers that are there have seen the same tokens, but the others are missing."""
+    model, ids = small_model("attention"), tokens(1, 12)
+    cache = DynamicCache()
+    Interrupts(model.model.layers[0], KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[:, :8], past_key_values=cache)
+    with pytest.raises(ValueError, match="a call that used it was interrupted"):
+        model(ids[:, :8], past_key_values=cache)
+    fresh = DynamicCache()
+    model(ids[:, :8], past_key_values=fresh)
+    expected = model(ids).logits[:, 8:]
+    assert relative_error(model(ids[:, 8:], past_key_values=fresh).logits, expected) < TOLERANCE
+
+
 @torch.no_grad()
 def test_a_compiled_model_refuses_the_cache_of_an_interrupted_call():
     model, ids = small_model(), tokens(1, 12)

@@ -103,6 +103,14 @@ class LayerState:
 
     # ---------------------------------------------------------------- checks
 
+    def check_batch(self) -> None:
+        """What this layer holds must be of as many sequences as this call has."""
+        layer = self.cache.layers[self.layer_idx]
+        if hasattr(layer, "has_recurrent_state"):
+            self.recurrent(0)
+        else:
+            self._checked(getattr(layer, "keys", None))
+
     def _checked(self, state: Tensor | None) -> Tensor | None:
         """``state``, if its sequences can be those of this call."""
         if state is not None and state.dim() > 1 and state.shape[0] != self.layout.num_sequences:

@@ -29,11 +29,15 @@ from mdn.layers.linear import Linear, Packed, PackedLinear
 from mdn.layers.mixer import RECURRENT_LAYER_TYPE
 from mdn.models import cache as _registers_the_cache_layer  # noqa: F401
 from mdn.models.call_checks import (
+    check_batch,
+    check_embeds_dtype,
     check_finished,
     check_labels,
     check_lengths,
     check_tokens,
+    mark_in_use,
     refuse_sequence_parallelism,
+    unmark,
 )
 from mdn.models.config import MomentumDeltaNetConfig, check_weight_format
 from mdn.models.decode_program import can_record, run_step
@@ -208,8 +212,11 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
         **where: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states ``[B, T, D]``; see ``layout_of`` for the ways to say where the tokens are (``where``)."""
-        tokens = check_tokens(input_ids, inputs_embeds)
+        tokens = check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
         self._refuse_unsupported(output_attentions)
+        if past_key_values is not None and inputs_embeds is not None and not torch.compiler.is_compiling():
+            packed = self.config.weight_format is not None and not self.has_attention
+            check_embeds_dtype(inputs_embeds, self.dtype, packed)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden_states = self._embed(tokens) if inputs_embeds is None else inputs_embeds
@@ -218,8 +225,8 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
             layout = self.layout_of(hidden_states, attention_mask, position_ids, past_key_values, **where)
         past_key_values = self._cache(past_key_values, use_cache, layout)
         marks = past_key_values is not None and not torch.compiler.is_compiling()
-        if marks:  # see check_finished
-            past_key_values.mdn_is_in_use = True  # type: ignore[union-attr]
+        if marks:  # nothing about the arguments may be refused any more
+            mark_in_use(past_key_values)
         states: list[Tensor] = []
         is_step = past_key_values is not None and layout.boundaries is None and not output_hidden_states
         if is_step and can_record(hidden_states, past_key_values):
@@ -235,7 +242,7 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
                 if hasattr(cache_layer, "advance"):
                     cache_layer.advance(layout.shape[1])
         if marks:
-            del past_key_values.mdn_is_in_use  # type: ignore[union-attr]
+            unmark(past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,  # type: ignore[arg-type]
             past_key_values=past_key_values,
@@ -292,11 +299,11 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
             raise ValueError(
                 "past_key_values: attention layers here need a DynamicCache(config=model.config), not a StaticCache"
             )
-        if past_key_values is not None and hasattr(past_key_values, "mdn_is_in_use"):
+        if past_key_values is not None:
             check_finished(past_key_values)
         if self.has_attention and past_key_values is not None and not torch.compiler.is_compiling():
             check_lengths(past_key_values)
-        return make_layout(
+        layout = make_layout(
             (tokens.shape[0], tokens.shape[1]),
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -307,6 +314,9 @@ class MomentumDeltaNetModel(MomentumDeltaNetPreTrainedModel):
             all_tokens_valid=all_tokens_valid,
             context_parallel=context_parallel,
         )
+        if past_key_values is not None and not torch.compiler.is_compiling():
+            check_batch(past_key_values, layout)
+        return layout
 
     def _refuse_unsupported(self, output_attentions: bool | None) -> None:
         if self.config.output_attentions if output_attentions is None else output_attentions:
@@ -369,7 +379,7 @@ class MomentumDeltaNetForCausalLM(MomentumDeltaNetPreTrainedModel, GenerationMix
         # Not in the signature: the Trainer takes every parameter with "label" in its name for a column of its data,
         # and reports no eval_loss where one is missing.
         shift_labels: Tensor | None = where.pop("shift_labels", None)
-        tokens = check_tokens(input_ids, inputs_embeds)
+        tokens = check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
         refuse_unknown(self, where)
         where |= {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         layout = self.model.layout_of(tokens, attention_mask, position_ids, past_key_values, **where)
