@@ -11,7 +11,7 @@ import torch
 
 from mdn.bench import op, op_general, op_peers, timing
 from mdn.bench.op_accuracy import accuracy_table
-from mdn.bench.op_results import CONTROL, fill_general, remarks, tables, too_busy
+from mdn.bench.op_results import CONTROL, draw, fill_general, remarks, tables, too_busy
 from mdn.cli import main
 from mdn.common.results import read_results
 
@@ -79,6 +79,15 @@ def test_a_record_from_a_gpu_has_neither_threads_nor_bars(monkeypatch) -> None:
     assert (results["scaling"], results["bars"]) == ({}, [])
     assert not any(table.caption.startswith("from one thread") for table in tables(results))
     assert next(remarks(results)).startswith("a GPU, torch")
+
+
+def test_the_precision_is_that_of_the_peers_that_were_measured() -> None:
+    plain = recorded()
+    assert ", float32, forward + backward" in next(remarks(plain))
+    assert draw(plain).axes[0].get_title() == "Forward + backward, float32"
+    on_gpu = recorded(lengths=plain["lengths"] | {op_peers.TRITON: {512: 1.0}})
+    assert ", float32 unless a peer says bfloat16, forward + backward" in next(remarks(on_gpu))
+    assert draw(on_gpu).axes[0].get_title() == "Forward + backward, float32 unless a peer says bfloat16"
 
 
 def test_a_call_is_timed_from_the_end_of_the_one_before_it(monkeypatch) -> None:

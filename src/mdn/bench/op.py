@@ -1,8 +1,8 @@
 """`mdn bench op`: the momentum delta rule against its peers, all in one process and interleaved.
 
 Figures are ratios or times of one forward + backward in float32 (vectors in bfloat16 for the kernels that only run on a
-GPU). Nothing is measured before every peer has been checked
-against its definition. Machine-dependent numbers mean something only beside the others of the same run.
+GPU). Nothing is measured before every peer has been checked against its definition. Machine-dependent numbers mean
+something only beside the others of the same run.
 """
 
 from __future__ import annotations

@@ -44,9 +44,14 @@ def remarks(content: dict[str, Any]) -> Iterator[str]:
     """The machine, and which peers could not run."""
     about = content["machine"]
     where = about.get("gpu") or f"{about['processor']}, {about['threads']} threads"
-    yield f"{where}, torch {about['torch']}, float32, forward + backward"
+    yield f"{where}, torch {about['torch']}, {_precision(content)}, forward + backward"
     for name, reason in content["not_runnable"].items():
         yield f"not runnable here: {name}: {reason}"
+
+
+def _precision(content: dict[str, Any]) -> str:
+    """A peer with vectors in bfloat16 has that in its name."""
+    return "float32" + " unless a peer says bfloat16" * any("bfloat16" in name for name in content["lengths"])
 
 
 def too_busy(scaling: dict[str, float]) -> bool:
@@ -129,7 +134,8 @@ def draw(content: dict[str, Any]) -> Any:
     """Time per token against T."""
     from mdn.common.plots import doubling_axis, figure, legend_outside, plain_log_axis
 
-    fig, axis = figure(title="Forward + backward, float32", x="T", y="microseconds per token", size=(8.2, 4.0))
+    title = f"Forward + backward, {_precision(content)}"
+    fig, axis = figure(title=title, x="T", y="microseconds per token", size=(8.2, 4.0))
     for name, row in content["lengths"].items():
         if row:
             points = sorted((int(time), value) for time, value in row.items())
