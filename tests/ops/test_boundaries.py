@@ -7,6 +7,8 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mdn.layers import MomentumDeltaNet, ShortConvolution, make_layout
 from mdn.ops import SequenceBoundaries
@@ -83,6 +85,23 @@ def test_what_is_made_in_inference_mode_serves_training(how: str) -> None:
         torch.ones(20, requires_grad=True).index_select(0, x).sum().backward()  # autograd saves the index
     if how == "mask":
         boundaries.pad(boundaries.unpad(torch.ones(2, 5, requires_grad=True))).sum().backward()
+
+
+def test_what_is_made_without_numbers_is_not_kept() -> None:
+    def made() -> list[torch.Tensor]:
+        moved, read = elsewhere.to("cpu"), SequenceBoundaries.from_cu_seqlens(buffer)
+        stretched = boundaries.stretched(2)
+        return [boundaries.sequence_ids, boundaries.positions, *(x.cu_seqlens for x in (stretched, moved, read))]
+
+    boundaries, elsewhere = (SequenceBoundaries.from_lengths([3, 2], device) for device in ("cpu", "meta"))
+    buffer = torch.tensor([0, 3, 5])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert {type(x) for x in made()} == {FakeTensor}
+    make_fx(lambda x: x + boundaries.positions)(torch.zeros(5))
+    found = made()
+    assert {type(x) for x in found} == {torch.Tensor}
+    assert [x.tolist() for x in found] == [[0, 0, 0, 1, 1], [0, 1, 2, 0, 1], [0, 6, 10], [0, 3, 5], [0, 3, 5]]
+    assert all(x is y for x, y in zip(made(), found, strict=True))  # these are kept
 
 
 def test_a_mask_without_rows_has_no_sequences() -> None:

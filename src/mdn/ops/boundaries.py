@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mdn.ops.tracing import is_traced
+
 # Kept here and not as attributes of the tensors, which could then be neither saved nor copied.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """``cu_seqlens`` of an object -> weak reference to the object. A custom op takes only the tensor."""
@@ -93,7 +95,7 @@ class SequenceBoundaries:
             if end < start:
                 raise ValueError(f"cu_seqlens must be sorted, but entry {i + 1} is {end} after {start}")
         boundaries = cls(cu_seqlens.detach().to(torch.int64, copy=True), offsets)
-        if not compiling:
+        if not compiling and _has_numbers():
             _last_read[cu_seqlens] = boundaries
         return boundaries
 
@@ -144,42 +146,54 @@ class SequenceBoundaries:
     @property
     def sequence_ids(self) -> Tensor:
         """int64 ``[total]``: the sequence that each token belongs to."""
-        if self._sequence_ids is None:
-            device = self.cu_seqlens.device
-            with torch.inference_mode(False):
-                lengths = torch.tensor(self.lengths, device=device)
-                numbers = torch.arange(self.num_sequences, device=device)
-                # With its size given, the result can be made without waiting for the device.
-                self._sequence_ids = torch.repeat_interleave(numbers, lengths, output_size=self.total)
-        return self._sequence_ids
+        if self._sequence_ids is not None:
+            return self._sequence_ids
+        device = self.cu_seqlens.device
+        with torch.inference_mode(False):
+            lengths = torch.tensor(self.lengths, device=device)
+            numbers = torch.arange(self.num_sequences, device=device)
+            # With its size given, the result can be made without waiting for the device.
+            sequence_ids = torch.repeat_interleave(numbers, lengths, output_size=self.total)
+        if _has_numbers():
+            self._sequence_ids = sequence_ids
+        return sequence_ids
 
     @property
     def positions(self) -> Tensor:
         """int64 ``[total]``: each token's position inside its sequence, from 0."""
-        if self._positions is None:
-            with torch.inference_mode(False):
-                starts = self.cu_seqlens[self.sequence_ids]
-                self._positions = torch.arange(self.total, device=self.cu_seqlens.device) - starts
-        return self._positions
+        if self._positions is not None:
+            return self._positions
+        with torch.inference_mode(False):
+            starts = self.cu_seqlens[self.sequence_ids]
+            positions = torch.arange(self.total, device=self.cu_seqlens.device) - starts
+        if _has_numbers():
+            self._positions = positions
+        return positions
 
     # ---------------------------------------------------------------- layout
 
     def stretched(self, factor: int) -> SequenceBoundaries:
         """Boundaries of the same sequences with every token repeated ``factor`` times; made once for all layers."""
-        if factor not in self._stretched:
-            offsets = tuple(factor * offset for offset in self.offsets)
-            with torch.inference_mode(False):
-                self._stretched[factor] = SequenceBoundaries(factor * self.cu_seqlens, offsets)
-        return self._stretched[factor]
+        if factor in self._stretched:
+            return self._stretched[factor]
+        offsets = tuple(factor * offset for offset in self.offsets)
+        with torch.inference_mode(False):
+            stretched = SequenceBoundaries(factor * self.cu_seqlens, offsets)
+        if _has_numbers():
+            self._stretched[factor] = stretched
+        return stretched
 
     def to(self, device: torch.device | str) -> SequenceBoundaries:
         """The same on another device; made once. The offsets are known to the host: nothing waits for a device."""
         device = torch.device(device)
         if device == self.cu_seqlens.device:
             return self
-        if device not in self._elsewhere:
-            self._elsewhere[device] = _made(self.offsets, device, self._padded)
-        return self._elsewhere[device]
+        if device in self._elsewhere:
+            return self._elsewhere[device]
+        moved = _made(self.offsets, device, self._padded)
+        if _has_numbers():
+            self._elsewhere[device] = moved
+        return moved
 
     def unpad(self, x: Tensor) -> Tensor:
         """``[B, T, ...]`` to ``[1, total, ...]``: keeps only the tokens whose mask is one."""
@@ -212,6 +226,12 @@ def _made(
     boundaries = SequenceBoundaries(torch.tensor(offsets, dtype=torch.int64, device=device), offsets)
     boundaries._padded = None if padded is None else (padded[0], padded[1].to(device))
     return boundaries
+
+
+def _has_numbers() -> bool:
+    """Whether a tensor that is made now may be kept: not one of FakeTensorMode or of a tracer. (While dynamo compiles,
+    "kept" means at every call of the compiled function.)"""
+    return torch.compiler.is_dynamo_compiling() or not is_traced()
 
 
 def _owner(cu_seqlens: Tensor) -> SequenceBoundaries | None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import TransformType, get_interpreter_stack, maybe_current_level
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 from mdn.ops.boundaries import SequenceBoundaries
+from mdn.ops.tracing import is_traced
 
 
 def check_floating(name: str, x: Any) -> None:
@@ -37,7 +38,6 @@ def check_scale(scale: float | None, q: Tensor) -> float:
 
 PLAIN_TYPES = frozenset((Tensor, nn.Parameter, type(None)))
 """whose memory native code knows; NoneType, because an optional tensor that is absent has none to worry about"""
-_TRACING_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
 def in_plain_memory(tensors: Iterable[Any]) -> bool:
@@ -47,16 +47,6 @@ def in_plain_memory(tensors: Iterable[Any]) -> bool:
     native code runs outside it, and sees the tensors then.
     """
     return PLAIN_TYPES.issuperset(map(type, tensors)) and not is_traced()
-
-
-def is_traced() -> bool:
-    """Whether torch is only following operations, without numbers in memory: inside transforms of torch.func,
-    torch.jit.trace, make_fx and FakeTensorMode."""
-    return (
-        maybe_current_level() is not None
-        or torch._C._get_tracing_state() is not None
-        or (torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING_MODES)))
-    )
 
 
 def values_can_be_read(x: Tensor) -> bool:

@@ -18,11 +18,11 @@ from mdn.ops.shared_checks import (
     check_scale,
     check_state_indices,
     in_plain_memory,
-    is_traced,
     refuse_gradients,
     refuse_transforms,
     without_autocast,
 )
+from mdn.ops.tracing import is_traced
 
 StepFunction = Callable[[RuleTensors, StepState], Tensor]
 Step = TypeVar("Step")
@@ -222,7 +222,7 @@ def _prepared_step(tensors: RuleTensors, state: StepState, settings: StepSetting
             return as_op(tensors, state)
         with torch.no_grad(), without_autocast(tensors.q):
             o: Tensor = module.step_(tensors, state, options)
-        if chosen not in ("torch", "cpu"):  # these two have counted what they changed
+        if chosen not in ("torch", "cpu"):  # torch and the native kernel count it themselves
             torch.autograd.graph.increment_version([x for x in (state.S, state.M) if x is not None])
         return o
 
