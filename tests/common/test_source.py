@@ -3,6 +3,8 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from mdn.common import source
 
 
@@ -17,3 +19,20 @@ def test_the_commit_is_that_of_the_source_and_none_outside_of_a_checkout(monkeyp
     installed.write_text("")
     monkeypatch.setattr(source, "__file__", str(installed))
     assert source.source_commit() is None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"), [(0, "abc"), (1, "abc, with changes"), (128, "abc"), (subprocess.TimeoutExpired, "abc")]
+)
+def test_only_differences_are_called_changes(outcome, expected, monkeypatch):
+    """A comparison that fails or takes too long has found none."""
+
+    def run(command, **options):
+        if "diff" not in command:
+            return subprocess.CompletedProcess(command, 0, stdout="abc\n")
+        if outcome is subprocess.TimeoutExpired:
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return subprocess.CompletedProcess(command, outcome, stdout="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert source.source_commit() == expected
