@@ -168,8 +168,9 @@ def resolve(
 
 
 def with_states(chosen: str, backend: str, *states: Tensor | None) -> str:
-    """The backend of a decode step, given the one that ``resolve`` has chosen. All but torch read a state in rows of V
-    neighbouring numbers: for any other state ``auto`` selects torch, and a backend that was requested raises."""
+    """The backend of a decode step, given the one that ``resolve`` has chosen. All but torch, those registered from
+    outside included, are only given states in rows of V neighbouring numbers: the contract of ``step_`` in
+    docs/architecture.md. For any other state ``auto`` selects torch, and a backend that was requested raises."""
     scattered = [x for x in states if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1]
     if chosen == "torch" or not scattered:
         return chosen

@@ -178,7 +178,8 @@ class Product:
     def __call__(self, rows: Tensor) -> Tensor:
         """rows [n, inputs] -> [n, outputs], float32; matrix i has the columns from ``places[i]`` on."""
         if not in_plain_memory((rows,)):
-            raise NotImplementedError("native code follows no tensor subclass, no tracer and no torch.func")
+            what = "tensor subclasses, tracers or torch.func"
+            raise NotImplementedError(f"products with packed weights are native code, which cannot follow {what}")
         if self.depth != self.inputs:
             rows = F.pad(rows, (0, self.depth - self.inputs))
         rows = values("x", rows, torch.float32, (len(rows), self.depth))
