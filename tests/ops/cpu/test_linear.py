@@ -180,7 +180,7 @@ def test_what_cannot_be_packed_or_multiplied_is_refused_by_name() -> None:
         linear(random(2, 31), packed)
     with pytest.raises(ValueError, match=r"bias must have shape \[16\], got \[15\]"):
         linear(random(2, 32), packed, random(15))
-    with pytest.raises(NotImplementedError, match="products with packed weights .* cannot follow tensor subclasses"):
+    with pytest.raises(NotImplementedError, match=r"products with packed weights .* cannot follow tensor subclasses"):
         linear(TwoTensor(random(2, 32), random(2, 32)), packed)
     with pytest.raises(ValueError, match="no backward pass"):
         linear(random(2, 32).requires_grad_(), packed)
