@@ -98,6 +98,9 @@ def test_a_call_is_timed_from_the_end_of_the_one_before_it(monkeypatch) -> None:
     monkeypatch.setattr(timing, "_wait_for_device", lambda: events.append("wait"))
     timing.interleaved({"a": lambda: events.append("a"), "b": lambda: events.append("b")}, repeats=1)
     assert events == ["a", "b", "wait", "a", "wait", "b", "wait"]
+    events.clear()
+    timing.interleaved({"a": lambda: events.append("a")}, repeats=1, untimed=2)
+    assert events == ["a", "wait"] + 3 * ["a", "wait"]
 
 
 def test_a_wrong_result_stops_the_benchmark_before_any_figure(monkeypatch, capsys, tmp_path: Path) -> None:

@@ -18,10 +18,17 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def interleaved(
-    calls: dict[Key, Callable[[], object]], repeats: int = 7, budget_seconds: float = 20.0, label: str = ""
+    calls: dict[Key, Callable[[], object]],
+    repeats: int = 7,
+    budget_seconds: float = 20.0,
+    label: str = "",
+    untimed: int = 0,
 ) -> dict[Key, float]:
-    """Least seconds per call of each, calling them in turn. Stops early when the budget is spent (two rounds at
-    least)."""
+    """Least seconds per call of each, calling them in turn. Stops early when the budget is spent (two rounds at least).
+
+    ``untimed``: calls before each one that is timed, where the processor's caches should hold what the call itself
+    leaves there, and not what its neighbour does.
+    """
     for call in calls.values():
         call()
     _wait_for_device()  # the first call that is timed must not wait for these
@@ -29,6 +36,9 @@ def interleaved(
     started = time.perf_counter()
     for done in tqdm(range(repeats), desc=label, leave=False, disable=not label):
         for name, call in calls.items():
+            for _ in range(untimed):
+                call()
+                _wait_for_device()
             begin = time.perf_counter()
             call()
             _wait_for_device()
