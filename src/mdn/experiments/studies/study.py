@@ -410,7 +410,8 @@ class Study:
         done = [cell for task in self.tasks for cell in self.reported_cells(task, out)]
         done += [cell for task in self.tasks if task.rates_from is None for cell in self.tuning_cells(task, out)]
         done = [cell for cell in done if cell_path(out / self.name, cell).is_file()]
-        return Progress(len(done), cells, seconds - sum(cell.expected_seconds for cell in done))
+        left = seconds - sum(cell.expected_seconds for cell in done)
+        return Progress(len(done), cells, max(0.0, left))  # not -0.0 after rounding
 
     def run(self, out: Path, processes: int, limit: TimeLimit | None = None) -> None:
         """Task by task: first the learning rates, then the seeds."""
