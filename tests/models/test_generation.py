@@ -137,12 +137,16 @@ def test_a_turn_in_inference_mode_and_one_outside_may_follow_each_other(name):
 
 def test_the_beams_of_inference_mode_leave_a_cache_that_can_be_continued():
     model, ids = small_model(), tokens(1, 6)
-    with torch.inference_mode():
-        cache = generate(model, ids, 4, num_beams=2, return_dict_in_generate=True).past_key_values
-        cache.batch_select_indices(torch.tensor([0]))
-    with torch.no_grad():
-        model(ids[:, :1], past_key_values=cache)
-        model(ids, past_key_values=cache)
+
+    def continued(mode: type) -> torch.Tensor:
+        with mode():
+            cache = generate(model, ids, 4, num_beams=2, return_dict_in_generate=True).past_key_values
+            cache.batch_select_indices(torch.tensor([0]))
+        with torch.no_grad():
+            model(ids[:, :1], past_key_values=cache)
+            return model(ids, past_key_values=cache).logits
+
+    torch.testing.assert_close(continued(torch.inference_mode), continued(torch.no_grad))
 
 
 @torch.no_grad()

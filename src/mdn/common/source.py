@@ -21,7 +21,7 @@ def source_commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> tuple[int, str]:
-    """The return code of git and what it prints; -1 if it is not there or takes too long."""
+    """Git's return code and output; -1 and nothing if git is missing or times out."""
     try:
         done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

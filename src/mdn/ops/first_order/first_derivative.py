@@ -33,7 +33,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         saved = ctx.saved_tensors
         with torch.no_grad(), without_autocast(gradients[0]):
             found = backward(ctx, saved, *gradients)
-        if not torch.is_grad_enabled():  # no create_graph: nobody differentiates them
+        if not torch.is_grad_enabled():  # without create_graph they are not differentiated again
             return found
         depends_on = [x for x in (*gradients, *saved) if isinstance(x, Tensor) and x.requires_grad]
         with_edges: Any = _NotDifferentiable.apply
